@@ -1,0 +1,1 @@
+"""Generated from `target.proto` by `make proto`; never edited."""
