@@ -13,7 +13,7 @@ __all__ = ["spec_from_message", "spec_to_message"]
 
 def spec_to_message(spec: TensorSpec) -> target_pb2.TensorSpec:
     """Returns the message that describes a tensor."""
-    return target_pb2.TensorSpec(name=spec.name, dtype=target_pb2.DType.ValueType(spec.dtype.number), shape=spec.shape)
+    return target_pb2.TensorSpec(name=spec.name, dtype=target_pb2.Dtype.ValueType(spec.dtype.number), shape=spec.shape)
 
 
 def spec_from_message(message: target_pb2.TensorSpec) -> TensorSpec:

@@ -29,33 +29,33 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _DType:
+class _Dtype:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _DTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DType.ValueType], _builtins.type):
+class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    DTYPE_UNSPECIFIED: _DType.ValueType  # 0
+    DTYPE_UNSPECIFIED: _Dtype.ValueType  # 0
     """Not set: INVALID_ARGUMENT with BAD_REQUEST wherever a dtype is needed."""
-    DTYPE_BFLOAT16: _DType.ValueType  # 1
+    DTYPE_BFLOAT16: _Dtype.ValueType  # 1
     """bfloat16, 2 bytes."""
-    DTYPE_FLOAT16: _DType.ValueType  # 2
+    DTYPE_FLOAT16: _Dtype.ValueType  # 2
     """IEEE half, 2 bytes."""
-    DTYPE_FLOAT32: _DType.ValueType  # 3
+    DTYPE_FLOAT32: _Dtype.ValueType  # 3
     """IEEE single, 4 bytes."""
 
-class DType(_DType, metaclass=_DTypeEnumTypeWrapper):
+class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
     """Element type of a tensor; the values of an element are little-endian."""
 
-DTYPE_UNSPECIFIED: DType.ValueType  # 0
+DTYPE_UNSPECIFIED: Dtype.ValueType  # 0
 """Not set: INVALID_ARGUMENT with BAD_REQUEST wherever a dtype is needed."""
-DTYPE_BFLOAT16: DType.ValueType  # 1
+DTYPE_BFLOAT16: Dtype.ValueType  # 1
 """bfloat16, 2 bytes."""
-DTYPE_FLOAT16: DType.ValueType  # 2
+DTYPE_FLOAT16: Dtype.ValueType  # 2
 """IEEE half, 2 bytes."""
-DTYPE_FLOAT32: DType.ValueType  # 3
+DTYPE_FLOAT32: Dtype.ValueType  # 3
 """IEEE single, 4 bytes."""
-Global___DType: _TypeAlias = DType  # noqa: Y015
+Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
 class _ReplicaState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -100,7 +100,7 @@ class TensorSpec(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name, unique within its message: "hidden_states", "embed_tokens", "lm_head", "final_norm"."""
-    dtype: Global___DType.ValueType
+    dtype: Global___Dtype.ValueType
     """Element type."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -110,7 +110,7 @@ class TensorSpec(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        dtype: Global___DType.ValueType = ...,
+        dtype: Global___Dtype.ValueType = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -177,7 +177,7 @@ class TargetModel(_message.Message):
     """Rows of the input embedding: every token id must be below it."""
     tie_word_embeddings: _builtins.bool
     """Whether input embedding and head share their weights."""
-    dtype: Global___DType.ValueType
+    dtype: Global___Dtype.ValueType
     """Compute and weight type of the served model."""
     max_position_count: _builtins.int
     """Longest sequence the model's positions allow, in tokens. 0 when the model states no limit."""
@@ -196,7 +196,7 @@ class TargetModel(_message.Message):
         layer_count: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         tie_word_embeddings: _builtins.bool = ...,
-        dtype: Global___DType.ValueType = ...,
+        dtype: Global___Dtype.ValueType = ...,
         max_position_count: _builtins.int = ...,
         tokenizer_digest: _builtins.str = ...,
         name: _builtins.str = ...,
@@ -379,7 +379,7 @@ class Open(_message.Message):
     CLIENT_NAME_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the client speaks. Another one: FAILED_PRECONDITION with PROTOCOL_MISMATCH."""
-    dtype: Global___DType.ValueType
+    dtype: Global___Dtype.ValueType
     """Element type wanted on the wire. It must be the served model's (features stay bit-faithful):
     otherwise INVALID_ARGUMENT with DTYPE_MISMATCH. UNSPECIFIED means the served model's.
     """
@@ -392,17 +392,19 @@ class Open(_message.Message):
     INVALID_ARGUMENT with WINDOW_TOO_SMALL (it could never be answered).
     """
     client_name: _builtins.str
-    """Who asks, for logs and fairness, e.g. "run-7/rank-0"; at most 128 characters. Empty is allowed."""
+    """Who asks, for logs and fairness, e.g. "run-7/rank-0". Empty is allowed; more than 128 characters:
+    INVALID_ARGUMENT with BAD_REQUEST.
+    """
     @_builtins.property
     def taps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Layers whose output is wanted, in the order in which they are concatenated; at least one, no duplicates.
-        Outside [0, N - 1]: INVALID_ARGUMENT with TAP_OUT_OF_RANGE.
+        """Layers whose output is wanted, in the order in which they are concatenated. None, or one twice: INVALID_ARGUMENT
+        with BAD_REQUEST. Outside [0, N - 1]: INVALID_ARGUMENT with TAP_OUT_OF_RANGE.
         """
 
     @_builtins.property
     def expected_version(self) -> Global___TargetVersion:
-        """The target the client was set up for. Fields left at their defaults match anything; a digest that differs is
-        FAILED_PRECONDITION with VERSION_MISMATCH.
+        """The target the client was set up for. Fields left at their defaults match anything; a number or digest that
+        differs is FAILED_PRECONDITION with VERSION_MISMATCH.
         """
 
     def __init__(
@@ -410,7 +412,7 @@ class Open(_message.Message):
         *,
         protocol_version: _builtins.int = ...,
         taps: _abc.Iterable[_builtins.int] | None = ...,
-        dtype: Global___DType.ValueType = ...,
+        dtype: Global___Dtype.ValueType = ...,
         max_batch_token_count: _builtins.int = ...,
         window_bytes: _builtins.int = ...,
         expected_version: Global___TargetVersion | None = ...,
@@ -450,7 +452,7 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class BatchRequest(_message.Message):
-    """Asks for the hidden states of one batch of sequences."""
+    """Asks for the hidden states of one batch of sequences. What is wrong with it is answered by batch_failed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -459,16 +461,19 @@ class BatchRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the client, unique among its outstanding requests; at least 0. A duplicate: ALREADY_EXISTS with
-    REQUEST_DUPLICATE in batch_failed.
+    REQUEST_DUPLICATE; the first of the two is answered all the same.
     """
     @_builtins.property
     def sequence_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Length of each sequence in tokens, each at least 1."""
+        """Length of each sequence in tokens. None at all, or one below 1: INVALID_ARGUMENT with BAD_REQUEST. One above the
+        server's max_sequence_token_count: INVALID_ARGUMENT with SEQUENCE_TOO_LONG. A sum above the session's
+        max_batch_token_count: INVALID_ARGUMENT with BATCH_TOO_LARGE.
+        """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids, the sequences one after the other without padding; as many as the lengths add up to, each in
-        [0, vocab_size - 1].
+        """Token ids, the sequences one after the other without padding. Not as many as the lengths add up to:
+        INVALID_ARGUMENT with BAD_REQUEST. One outside [0, vocab_size - 1]: INVALID_ARGUMENT with TOKEN_OUT_OF_RANGE.
         """
 
     def __init__(
@@ -568,7 +573,7 @@ class Opened(_message.Message):
     """Index of the replica."""
     bytes_per_token: _builtins.int
     """Bytes of one token's row: taps x hidden size x element size. A batch costs exactly this times its tokens."""
-    dtype: Global___DType.ValueType
+    dtype: Global___Dtype.ValueType
     """Element type of the rows."""
     @_builtins.property
     def version(self) -> Global___TargetVersion:
@@ -580,7 +585,7 @@ class Opened(_message.Message):
         replica_index: _builtins.int = ...,
         version: Global___TargetVersion | None = ...,
         bytes_per_token: _builtins.int = ...,
-        dtype: Global___DType.ValueType = ...,
+        dtype: Global___Dtype.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -135,9 +135,11 @@ class TargetReplicaServiceServicer:
 
     def StreamHiddenStates(self, request_iterator, context):
         """One session of one trainer rank: requests and byte credit in, hidden-state batches out. The first message must be
-        `open`; anything else is FAILED_PRECONDITION with SESSION_NOT_OPEN. A single request's failure is answered by
-        `batch_failed` and leaves the session open; a broken protocol ends the stream. Batches may be answered in
-        another order than requested; the frames of one batch are contiguous and in ascending offset.
+        `open`; anything else is FAILED_PRECONDITION with SESSION_NOT_OPEN, a second `open` FAILED_PRECONDITION with
+        SESSION_ALREADY_OPEN. A single request's failure is answered by `batch_failed` and leaves the session open; a
+        broken protocol ends the stream. Credit is set aside in the order of the requests. Batches may be answered in
+        another order than requested; the frames of one batch are contiguous and in ascending offset. Not idempotent:
+        a new session owes nothing to an earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -82,9 +82,11 @@ class TargetReplicaServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TargetReplicaServiceAsyncStub: ...
     StreamHiddenStates: _grpc.StreamStreamMultiCallable[_target_pb2.StreamHiddenStatesRequest, _target_pb2.StreamHiddenStatesResponse]
     """One session of one trainer rank: requests and byte credit in, hidden-state batches out. The first message must be
-    `open`; anything else is FAILED_PRECONDITION with SESSION_NOT_OPEN. A single request's failure is answered by
-    `batch_failed` and leaves the session open; a broken protocol ends the stream. Batches may be answered in
-    another order than requested; the frames of one batch are contiguous and in ascending offset.
+    `open`; anything else is FAILED_PRECONDITION with SESSION_NOT_OPEN, a second `open` FAILED_PRECONDITION with
+    SESSION_ALREADY_OPEN. A single request's failure is answered by `batch_failed` and leaves the session open; a
+    broken protocol ends the stream. Credit is set aside in the order of the requests. Batches may be answered in
+    another order than requested; the frames of one batch are contiguous and in ascending offset. Not idempotent:
+    a new session owes nothing to an earlier one.
     """
     CaptureHiddenStates: _grpc.UnaryUnaryMultiCallable[_target_pb2.CaptureHiddenStatesRequest, _target_pb2.CaptureHiddenStatesResponse]
     """One batch, without a session or credit: for tools and tests. Idempotent. RESOURCE_EXHAUSTED with BATCH_TOO_LARGE
@@ -103,9 +105,11 @@ class TargetReplicaServiceAsyncStub(TargetReplicaServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     StreamHiddenStates: _aio.StreamStreamMultiCallable[_target_pb2.StreamHiddenStatesRequest, _target_pb2.StreamHiddenStatesResponse]  # type: ignore[assignment]
     """One session of one trainer rank: requests and byte credit in, hidden-state batches out. The first message must be
-    `open`; anything else is FAILED_PRECONDITION with SESSION_NOT_OPEN. A single request's failure is answered by
-    `batch_failed` and leaves the session open; a broken protocol ends the stream. Batches may be answered in
-    another order than requested; the frames of one batch are contiguous and in ascending offset.
+    `open`; anything else is FAILED_PRECONDITION with SESSION_NOT_OPEN, a second `open` FAILED_PRECONDITION with
+    SESSION_ALREADY_OPEN. A single request's failure is answered by `batch_failed` and leaves the session open; a
+    broken protocol ends the stream. Credit is set aside in the order of the requests. Batches may be answered in
+    another order than requested; the frames of one batch are contiguous and in ascending offset. Not idempotent:
+    a new session owes nothing to an earlier one.
     """
     CaptureHiddenStates: _aio.UnaryUnaryMultiCallable[_target_pb2.CaptureHiddenStatesRequest, _target_pb2.CaptureHiddenStatesResponse]  # type: ignore[assignment]
     """One batch, without a session or credit: for tools and tests. Idempotent. RESOURCE_EXHAUSTED with BATCH_TOO_LARGE
@@ -127,9 +131,11 @@ class TargetReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.StreamHiddenStatesResponse], _abc.AsyncIterator[_target_pb2.StreamHiddenStatesResponse]]:
         """One session of one trainer rank: requests and byte credit in, hidden-state batches out. The first message must be
-        `open`; anything else is FAILED_PRECONDITION with SESSION_NOT_OPEN. A single request's failure is answered by
-        `batch_failed` and leaves the session open; a broken protocol ends the stream. Batches may be answered in
-        another order than requested; the frames of one batch are contiguous and in ascending offset.
+        `open`; anything else is FAILED_PRECONDITION with SESSION_NOT_OPEN, a second `open` FAILED_PRECONDITION with
+        SESSION_ALREADY_OPEN. A single request's failure is answered by `batch_failed` and leaves the session open; a
+        broken protocol ends the stream. Credit is set aside in the order of the requests. Batches may be answered in
+        another order than requested; the frames of one batch are contiguous and in ascending offset. Not idempotent:
+        a new session owes nothing to an earlier one.
         """
 
     @_abc_1.abstractmethod
