@@ -1,0 +1,181 @@
+"""What a drafter is trained on: labels, weights and the loss of a batch.
+
+Owns the alignment of slots and labels (slot k of the block at anchor a predicts the token AT a + k: no shift), the
+weights, and which rows reach the head: only supervised ones, never slot 0.
+
+A step's loss is sum(w * CE) / sum(w) with both sums over all micro-batches and ranks of the step. The weights are a
+pure function of the plan and the anchors, so every rank knows the denominator before its first forward. Dividing on
+each rank and averaging would weigh tokens by how well supervised their neighbours are.
+
+Shapes: T packed tokens, A anchors, K block, Q = A*K block tokens, R supervised slots, E hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from drafter_trainer.attention import BlockLayout
+from drafter_trainer.linear_cross_entropy import DEFAULT_CHUNK_ROWS, HeadRows, linear_cross_entropy
+
+if TYPE_CHECKING:
+    from drafter_trainer.anchors import Anchors
+    from drafter_trainer.head import TargetHead
+    from drafter_trainer.model import Drafter
+    from drafter_trainer.types import MicroBatch, TrainBatch
+
+__all__ = ["BlockTargets", "LossOutput", "build_block_targets", "dpace_weights", "drafter_loss"]
+
+
+@dataclass(frozen=True)
+class BlockTargets:
+    """Labels and weights of every slot, on the CPU.
+
+    Attributes:
+        labels_AK: The token at the slot's position, int64; meaningless where the weight is 0.
+        weights_AK: fp32, 0 for slot 0, beyond the document and on unsupervised tokens.
+    """
+
+    labels_AK: Tensor
+    weights_AK: Tensor
+
+    @property
+    def weight_sum(self) -> float:
+        """This micro-batch's share of the step's denominator."""
+        return float(self.weights_AK.sum(dtype=torch.float64))
+
+    @property
+    def valid_AK(self) -> Tensor:
+        """Which slots are supervised, bool."""
+        return self.weights_AK > 0
+
+
+def build_block_targets(micro: MicroBatch, anchors: Anchors, *, block_size: int, gamma: float | None) -> BlockTargets:
+    """Label and weigh the slots of all blocks.
+
+    Args:
+        micro: The packed documents.
+        anchors: Where blocks start.
+        block_size: K.
+        gamma: Slot k weighs exp(-(k - 1) / gamma) (DFlash, equation 4); None weighs all alike.
+    """
+    slot_K = torch.arange(block_size)
+    lengths = torch.tensor(micro.lengths, dtype=torch.int64)
+    inside_AK = anchors.position_A[:, None] + slot_K < lengths[anchors.document_A][:, None]
+    index_AK = (anchors.index_A[:, None] + slot_K).where(inside_AK, 0)
+    supervised_AK = micro.loss_mask_T.cpu()[index_AK] & inside_AK & (slot_K > 0)
+    decay_K = torch.ones(block_size) if gamma is None else torch.exp(-(slot_K - 1) / gamma)
+    return BlockTargets(micro.input_ids_T.cpu()[index_AK], supervised_AK * decay_K)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Sums over one micro-batch.
+
+    Attributes:
+        loss_sum: sum(w * CE), fp32 scalar with a graph that reaches every trainable parameter.
+        weight_sum: The share of the denominator, `BlockTargets.weight_sum`.
+        cross_entropy_AK: Unweighted cross-entropy by slot, fp32, detached; 0 where not valid.
+        correct_AK: Whether a valid slot's label has the largest logit.
+        valid_AK: Which slots are supervised. These three are on the drafter's device.
+    """
+
+    loss_sum: Tensor
+    weight_sum: float
+    cross_entropy_AK: Tensor
+    correct_AK: Tensor
+    valid_AK: Tensor
+
+
+def drafter_loss(
+    drafter: Drafter,
+    head: TargetHead,
+    batch: TrainBatch,
+    anchors: Anchors,
+    targets: BlockTargets,
+    *,
+    dpace_alpha: float | None = None,
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+) -> LossOutput:
+    """Run the drafter over a batch and return its weighted loss.
+
+    Args:
+        drafter: The drafter (or its data-parallel wrapper); in bf16 call this under autocast.
+        head: The frozen head of the version that made the batch, on the drafter's device.
+        batch: Documents and features.
+        anchors: From `draw_anchors` for this micro-batch; may be empty.
+        targets: From `build_block_targets` for these anchors.
+        dpace_alpha: Multiply the weights by D-PACE's, see `dpace_weights`; None leaves them.
+        chunk_rows: Rows whose logits are held at once.
+    """
+    config = drafter.config
+    device = head.device
+    layout = BlockLayout.from_anchors(batch.micro.lengths, anchors, block_size=config.block_size)
+    ids_AK = torch.full_like(targets.labels_AK, config.mask_token_id)
+    ids_AK[:, 0] = batch.micro.input_ids_T.cpu()[anchors.index_A]
+    embeds_QE = head.embed(ids_AK.flatten().to(device))
+    hidden_QE = drafter(embeds_QE, batch.features_TC.to(device), layout=layout)
+
+    valid_AK = targets.valid_AK
+    row_R = valid_AK.flatten().nonzero()[:, 0]
+    label_R = targets.labels_AK.flatten()[row_R].to(device)
+    row_R = row_R.to(device)
+    weight_AK, valid_AK = targets.weights_AK.to(device), valid_AK.to(device)
+    loss_R, correct_R = linear_cross_entropy(hidden_QE[row_R], _all_rows(head), label_R, chunk_rows=chunk_rows)
+    loss_AK = _scatter(loss_R.detach(), row_R, valid_AK)
+    if dpace_alpha is not None:
+        weight_AK = weight_AK * dpace_weights(loss_AK, valid_AK, alpha=dpace_alpha)
+    loss_sum = (loss_R * weight_AK.flatten()[row_R]).sum()
+    return LossOutput(
+        loss_sum=loss_sum + _touch(drafter, hidden_QE),
+        weight_sum=targets.weight_sum,
+        cross_entropy_AK=loss_AK,
+        correct_AK=_scatter(correct_R, row_R, valid_AK),
+        valid_AK=valid_AK,
+    )
+
+
+def dpace_weights(loss_AK: Tensor, valid_AK: Tensor, *, alpha: float) -> Tensor:
+    """Return D-PACE's weights: how much of the expected accepted length rests on each slot.
+
+    With q = exp(-CE), s = (1 - alpha) q + alpha on valid slots and 1 elsewhere, and P_m = s_1 … s_m, slot j weighs
+    w_j = sum over valid m >= j of P_m (D-PACE, arXiv 2605.18810). Detached: a weight, not a loss.
+
+    Trainers disagree on the denominator, so that their learning rates don't carry over. Here it stays the plain loss's,
+    the sum of the weights before this factor: known before the forward and the same for any split over ranks. Slot 1 of
+    an untrained drafter then weighs about 1, as in the plain loss, and up to K - 1 once whole blocks are right.
+
+    Args:
+        loss_AK: Cross-entropy by slot.
+        valid_AK: Which slots are supervised.
+        alpha: Floor of s, in [0, 1]; published: 0.5.
+    """
+    confidence = torch.exp(-loss_AK.detach())
+    step = ((1 - alpha) * confidence + alpha).where(valid_AK, 1.0)
+    reached = step.cumprod(1) * valid_AK
+    return reached.flip(1).cumsum(1).flip(1) * valid_AK
+
+
+def _all_rows(head: TargetHead) -> HeadRows:
+    return HeadRows(head.lm_head_weight_VD, head.lm_head_bias_V, head.logit_scale, head.logit_softcap)
+
+
+def _scatter(value_R: Tensor, row_R: Tensor, valid_AK: Tensor) -> Tensor:
+    out = value_R.new_zeros(valid_AK.numel())
+    out[row_R] = value_R
+    return out.view(valid_AK.shape)
+
+
+def _touch(drafter: Drafter, hidden_QE: Tensor) -> Tensor:
+    """Return a zero whose graph reaches every trainable parameter.
+
+    A micro-batch without an anchor must still take part in the backward pass: a rank whose parameters have no gradient
+    leaves its peers waiting in their reductions.
+    """
+    if hidden_QE.shape[0]:
+        return hidden_QE.new_zeros(())
+    zeros = [p.flatten()[:1].sum() * 0.0 for p in drafter.parameters() if p.requires_grad]
+    return torch.stack([z.float() for z in zeros]).sum() + hidden_QE.sum() * 0.0
