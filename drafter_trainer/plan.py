@@ -8,7 +8,7 @@ How it is built, epoch by epoch, in memory that doesn't grow with the dataset:
     1. A keyed permutation orders the epoch's samples; any stretch of it can be computed alone.
     2. That order is cut into windows of `shuffle_window_samples`.
     3. Inside a window samples are sorted by length (ties keep the shuffled order) and cut greedily into micro-batches
-       of at most `max_tokens` tokens and `max_sequences` sequences. Like lengths together leave the target little padding.
+       of at most `max_tokens` tokens and `max_sequences` sequences: the target then pads little.
     4. The window's micro-batches are shuffled.
 
 An epoch's last window may be smaller, and every window's last micro-batch; no micro-batch spans two epochs. All

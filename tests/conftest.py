@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,3 +34,11 @@ def fixed_seed() -> int:
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     return SEED
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny ChatML tokenizer, as a target's would be. Read only."""
+    from tests.support.tiny_tokenizer import write_tiny_tokenizer  # noqa: PLC0415 - transformers takes seconds
+
+    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))

@@ -1,0 +1,1 @@
+"""Everything that tests import from each other lies in `tests.support`."""
