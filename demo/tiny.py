@@ -127,9 +127,9 @@ def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 def _teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: Sequence[Exercise]) -> None:
     """Trains the target on the exercises: every conversation has the same length, so no padding and no mask."""
     ids_BS = torch.tensor([_conversation_ids(tokenizer, exercise) for exercise in training])
-    steps, batch = 250, 16
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps, pct_start=0.1)
+    steps, batch = 180, 16
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps, pct_start=0.1)
     generator = torch.Generator().manual_seed(0)
     model.train()
     for _ in range(steps):

@@ -1,0 +1,152 @@
+"""Runs the project's two programs as processes of their own and makes sure that none outlives the demo.
+
+Owns starting, watching, stopping and the end of each log. Stop order: SIGTERM (both programs then finish what they are
+at), a deadline, SIGKILL to the whole process group. Every wait has a deadline.
+
+Fact that forces the design: Ctrl-C on a terminal signals every process of the foreground group at once, in no order. So
+each program gets a session of its own, and only the demo is interrupted; it then stops the others in order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from demo.errors import DemoError
+
+__all__ = ["Program", "interrupted_by_sigterm", "run_to_end", "start_program", "wait_for_file"]
+
+_LOG_LINES_SHOWN = 20
+_POLL_S = 0.1
+
+
+class Program:
+    """A started program. Made by `start_program`; stopped when that block is left."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.name, self.log = name, log
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is its process group's too."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Exit code, negative for a signal, or None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        """Waits for its end.
+
+        Raises:
+            DemoError: it still runs after `timeout_s`.
+        """
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise DemoError(f"{self.name} still ran after {timeout_s:.0f} s; its log: {self.log}") from error
+
+    def check_running(self) -> None:
+        """Raises DemoError, with the end of the log, if it has ended."""
+        code = self.exit_code()
+        if code is not None:
+            raise self.failure(code)
+
+    def failure(self, code: int) -> DemoError:
+        """The error for an unwanted end, with the end of the log."""
+        with self.log.open(encoding="utf-8", errors="replace") as file:
+            tail = "".join(f"  | {line}" for line in deque(file, maxlen=_LOG_LINES_SHOWN))
+        how = f"was ended by signal {-code}" if code < 0 else f"exited {code}"
+        return DemoError(f"{self.name} {how}; the end of its log {self.log}:\n{tail}".rstrip())
+
+    def stop(self, *, grace_s: float) -> int:
+        """Asks it to end, kills it and all it started if it does not, and returns its exit code."""
+        if self.exit_code() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                pass
+        # Also after an orderly end: a crashed program may have left children in its group.
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        return self._process.wait()
+
+
+@contextmanager
+def start_program(
+    name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], grace_s: float = 20.0
+) -> Iterator[Program]:
+    """Runs `command` for the length of a with block, both its outputs going to `log`."""
+    with log.open("ab") as output:
+        process = _spawn(command, output, environment)
+    program = Program(name, process, log)
+    try:
+        yield program
+    finally:
+        program.stop(grace_s=grace_s)
+
+
+def run_to_end(
+    name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], timeout_s: float
+) -> None:
+    """Runs `command` and waits.
+
+    Raises:
+        DemoError: it did not exit 0 in time; the message has the end of its log.
+    """
+    with start_program(name, command, log=log, environment=environment) as program:
+        code = program.wait(timeout_s)
+        if code != 0:
+            raise program.failure(code)
+
+
+def wait_for_file(path: Path, *, program: Program, timeout_s: float) -> str:
+    """Returns the text of a file that `program` writes once it is ready.
+
+    Raises:
+        DemoError: it ended, or did not write within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not path.is_file():
+        program.check_running()
+        if time.monotonic() > deadline:
+            raise DemoError(f"{program.name} did not write {path} within {timeout_s:.0f} s; its log: {program.log}")
+        time.sleep(_POLL_S)
+    return path.read_text(encoding="utf-8").strip()
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Makes SIGTERM end the block as Ctrl-C does, so that a killed demo stops its programs too."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _spawn(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
