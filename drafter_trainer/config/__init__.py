@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drafter_trainer.config.resolve import ResolvedConfig, resolve_config, setting_lines
 from drafter_trainer.config.schema import (
     AnchorsSection,
     BatchSection,
@@ -24,8 +25,11 @@ __all__ = [
     "EvaluateSection",
     "LossSection",
     "OptimSection",
+    "ResolvedConfig",
     "RunSection",
     "TargetSection",
     "TrainerConfig",
     "default_gamma",
+    "resolve_config",
+    "setting_lines",
 ]

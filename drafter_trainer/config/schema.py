@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -22,23 +23,33 @@ _PUBLISHED_GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))
 
 
 def _split_commas(value: Any) -> Any:
-    """Lets a list be given as `a,b` on the command line and in the environment."""
+    """Lets a list be given as `a,b` or `[a, b]` on the command line and in the environment."""
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
+        return [part.strip() for part in value.strip().removeprefix("[").removesuffix("]").split(",") if part.strip()]
     return value
 
 
-def _pairs(value: Any) -> Any:
-    """Lets a mapping be given as `key=value,key=value`."""
-    if isinstance(value, str):
-        return dict(pair.split("=", 1) if "=" in pair else (pair, "") for pair in _split_commas(value))
-    return value
+def _split_pairs(value: Any) -> Any:
+    """Lets a mapping be given as `key=value,key=value` or as JSON; values are read as YAML reads them."""
+    if not isinstance(value, str):
+        return value
+    try:
+        if value.lstrip().startswith("{"):
+            return yaml.safe_load(value)
+        pairs = [part.partition("=") for part in _split_commas(value)]
+        return {key.strip(): yaml.safe_load(text) for key, _, text in pairs}
+    except yaml.YAMLError as error:
+        raise ValueError("should be key=value,key=value or JSON") from error
 
 
 StrList = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
 IntList = Annotated[tuple[int, ...], BeforeValidator(_split_commas)]
-StrMap = Annotated[dict[str, str], BeforeValidator(_pairs)]
-ScalarMap = Annotated[dict[str, bool | int | float | str], BeforeValidator(_pairs)]
+RoleMap = Annotated[
+    dict[str, Literal["system", "developer", "user", "assistant", "tool"]], BeforeValidator(_split_pairs)
+]
+ScalarMap = Annotated[dict[str, bool | int | float | str], BeforeValidator(_split_pairs)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_split_commas)]
 
 
 class Section(BaseModel):
@@ -93,7 +104,7 @@ class DataSection(Section):
     """When the template renders earlier turns otherwise than they were answered: one sample a turn, or none."""
     template_options: ScalarMap = {}
     """Extra variables for the chat template, such as enable_thinking=false. Use what serving uses."""
-    role_aliases: StrMap = {}
+    role_aliases: RoleMap = {}
     """More names for roles, such as my_model=assistant."""
     num_workers: int = Field(default=1, ge=1, le=256)
     """Processes that tokenise."""
@@ -172,7 +183,7 @@ class OptimSection(Section):
 
     lr: float = Field(default=6e-4, gt=0)
     """Highest learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     """Decay of both moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""

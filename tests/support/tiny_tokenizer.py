@@ -18,49 +18,14 @@ from transformers import PreTrainedTokenizerFast
 VOCAB_SIZE = 500
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-_WORDS = [
-    "the",
-    "river",
-    "flows",
-    "into",
-    "a",
-    "lake",
-    "and",
-    "some",
-    "water",
-    "stays",
-    "while",
-    "other",
-    "water",
-    "goes",
-    "on",
-    "to",
-    "the",
-    "sea",
-    "where",
-    "boats",
-    "wait",
-    "for",
-    "wind",
-    "hello",
-    "what",
-    "is",
-    "one",
-    "two",
-    "three",
-    "plus",
-    "minus",
-    "equals",
-    "answer",
-    "question",
-    "because",
-    "think",
-    "user",
-    "assistant",
-    "system",
-    "yes",
-    "no",
-]
+_WORDS = tuple(
+    word
+    for line in (
+        "the river flows into a lake and some water stays while other water goes on to the sea where boats wait",
+        "hello what is one two three plus minus equals answer question because think user assistant system yes no",
+    )
+    for word in line.split()
+)
 
 CHATML = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
