@@ -34,7 +34,7 @@ def normalised(prompt: str) -> str:
 
 def main() -> None:
     """Writes the file."""
-    seen = {normalised(json.loads(line)["messages"][0]["content"]) for line in _TRAINING.open(encoding="utf-8")}
+    seen = {normalised(json.loads(line)["messages"][0]["content"]) for line in _TRAINING.read_bytes().splitlines()}
     columns = [[(source, prompt) for prompt in _fresh(_procedural(source), seen)] for source in _PROCEDURAL]
     columns.append([("chatterbot", prompt) for prompt in _fresh(_dialogue(), seen)])
     rows = [row for group in zip(*columns, strict=True) for row in group]

@@ -1,0 +1,119 @@
+"""The two demos as values: which target, which data, how much work, what is evaluated.
+
+Owns every path and constant in which `python -m demo` and `python -m demo --tiny` differ. Hyper-parameters are not here
+but in configs/, where any other run could use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["CHECKOUT", "Evaluation", "Prepared", "Recipe", "smollm2_recipe", "tiny_recipe"]
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+_DATA = Path(__file__).resolve().parent / "data"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a demo trains and evaluates with."""
+
+    target: Path
+    """Hugging Face directory."""
+    training: Path
+    """Conversations with the target's own answers, JSON Lines."""
+    held_out: Path
+    """Prompts, JSON Lines."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How much is decoded in one element type."""
+
+    num_prompts: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One demo."""
+
+    name: str
+    """As in the names of its files under configs/."""
+    title: str
+    """For people."""
+    prepare: Callable[[Path, Say], Prepared]
+    """(cache directory, line printer) -> the files; makes what is missing."""
+    main_evaluation: Evaluation
+    """In the element type that the machine is faster in; speeds and acceptance are of this one."""
+    other_evaluation: Evaluation
+    """In the other one, to compare the tokens."""
+    step_gflop: float
+    """Matrix-product work of a training step, target's forward included, in giga floating-point operations."""
+    step_overhead_s: float
+    """What a step takes besides, in seconds."""
+    evaluation_gflop: float
+    """Work of both evaluations, in giga floating-point operations as `machine` measures them."""
+    reserved_s: float
+    """What starting the programs, loading models three times and exporting take, in seconds."""
+
+    @property
+    def server_config(self) -> Path:
+        """Settings of target-server."""
+        return CHECKOUT / "configs" / "server" / f"demo-{self.name}.yaml"
+
+    @property
+    def trainer_config(self) -> Path:
+        """Settings of drafter-trainer."""
+        return CHECKOUT / "configs" / "trainer" / f"demo-{self.name}.yaml"
+
+
+def smollm2_recipe(num_prompts: int) -> Recipe:
+    """The demo on a real model."""
+    return Recipe(
+        name="smollm2",
+        title="SmolLM2-135M-Instruct, 770 conversations with its own answers",
+        prepare=_prepare_smollm2,
+        main_evaluation=Evaluation(num_prompts, max_new_tokens=64),
+        other_evaluation=Evaluation(num_prompts, max_new_tokens=24),
+        step_gflop=14.0,
+        step_overhead_s=0.05,
+        evaluation_gflop=3_000.0,
+        reserved_s=60.0,
+    )
+
+
+def tiny_recipe(num_prompts: int) -> Recipe:
+    """The same path with a target that can only count."""
+    return Recipe(
+        name="tiny",
+        title="a tiny target that can count",
+        prepare=_prepare_tiny,
+        main_evaluation=Evaluation(num_prompts, max_new_tokens=24),
+        other_evaluation=Evaluation(min(8, num_prompts), max_new_tokens=24),
+        step_gflop=0.0,
+        step_overhead_s=0.05,
+        evaluation_gflop=0.0,
+        reserved_s=45.0,
+    )
+
+
+def _prepare_smollm2(cache: Path, say: Say) -> Prepared:
+    from demo.smollm2 import ensure_smollm2  # noqa: PLC0415  # each demo imports only its own target's needs
+
+    return Prepared(
+        target=ensure_smollm2(cache, say=say),
+        training=_DATA / "smollm2-answers.jsonl",
+        held_out=_DATA / "held-out-prompts.jsonl",
+    )
+
+
+def _prepare_tiny(cache: Path, say: Say) -> Prepared:
+    from demo.tiny import ensure_tiny_target  # noqa: PLC0415  # imports torch and transformers: seconds
+
+    directory = ensure_tiny_target(cache / "tiny", say=say)
+    return Prepared(directory / "target", directory / "train.jsonl", directory / "held-out.jsonl")

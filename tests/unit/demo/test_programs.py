@@ -1,0 +1,110 @@
+"""Processes that the demo starts: none outlives it, and failures show the log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from demo.errors import DemoError
+from demo.programs import interrupted_by_sigterm, run_to_end, start_program, wait_for_file
+
+SLEEPER = "import time; time.sleep(60)"
+# Ignores SIGTERM and has a child in its group; says so once both are there.
+STUBBORN = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+def _python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie has (whoever inherited it collects it)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _assert_gone_soon(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while not _is_gone(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.02)
+
+
+def test_leaving_the_block_ends_the_program(tmp_path: Path) -> None:
+    with start_program("sleeper", _python(SLEEPER), log=tmp_path / "log", environment={}) as program:
+        assert program.exit_code() is None
+    assert program.exit_code() == -signal.SIGTERM
+    _assert_gone_soon(program.pid)
+
+
+def test_a_stubborn_program_is_killed_with_its_children(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    command = _python(STUBBORN, ready)
+    with start_program("stubborn", command, log=tmp_path / "log", environment={}, grace_s=0.3) as program:
+        child = int(wait_for_file(ready, program=program, timeout_s=30) or 0)
+    assert program.exit_code() == -signal.SIGKILL
+    _assert_gone_soon(child)
+
+
+def test_an_error_in_the_block_still_ends_the_program(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        start_program("sleeper", _python(SLEEPER), log=tmp_path / "log", environment={}) as program,
+    ):
+        raise KeyboardInterrupt
+    _assert_gone_soon(program.pid)
+
+
+def test_a_failed_program_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    code = "import sys; print(*range(100), sep='\\n'); sys.exit('no such model')"
+    with pytest.raises(DemoError) as error:
+        run_to_end("server", _python(code), log=tmp_path / "log", environment={}, timeout_s=30)
+    message = str(error.value)
+    assert "server exited 1" in message
+    assert str(tmp_path / "log") in message
+    assert message.endswith("| no such model")
+    assert "| 5\n" not in message
+
+
+def test_waiting_for_a_file_ends_when_the_program_does(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DemoError, match="was ended by signal 9"),
+        start_program(
+            "server", _python("import os; os.kill(os.getpid(), 9)"), log=tmp_path / "log", environment={}
+        ) as program,
+    ):
+        wait_for_file(tmp_path / "port", program=program, timeout_s=30)
+
+
+def test_waiting_for_a_file_has_a_deadline(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DemoError, match=r"server did not write .* within 0 s"),
+        start_program("server", _python(SLEEPER), log=tmp_path / "log", environment={}) as program,
+    ):
+        wait_for_file(tmp_path / "port", program=program, timeout_s=0.2)
+
+
+def test_the_environment_is_added_to_ours(tmp_path: Path) -> None:
+    code = "import os; assert os.environ['DEMO_TEST'] == '1' and 'PATH' in os.environ"
+    run_to_end("reader", _python(code), log=tmp_path / "log", environment={"DEMO_TEST": "1"}, timeout_s=30)
+
+
+def test_sigterm_interrupts_like_ctrl_c() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), interrupted_by_sigterm():
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(10)
+    assert signal.getsignal(signal.SIGTERM) is before
