@@ -176,13 +176,15 @@ def check_batch_request(
 
 
 def _check_expected_version(expected: target_pb2.TargetVersion, served: ServedTarget) -> None:
+    if expected.number < 0:
+        raise _bad_request(f"expected_version.number {expected.number}: give at least 0 (0 means any)")
     number_differs = expected.number not in (0, served.version_number)
     digest_differs = expected.digest not in ("", served.version_digest)
     if number_differs or digest_differs:
         raise WireError(
             Code.FAILED_PRECONDITION,
             Reason.VERSION_MISMATCH,
-            f"expected_version {expected.number}/{expected.digest or 'any'}: "
+            f"expected_version {expected.number or 'any'}/{expected.digest or 'any'}: "
             f"served is {served.version_number}/{served.version_digest}; describe the target again",
         )
 

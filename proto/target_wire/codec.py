@@ -64,6 +64,9 @@ def tensor_to_buffer(tensor: torch.Tensor) -> memoryview:
     if tensor.device.type != "cpu":
         raise ValueError(f"device {tensor.device}: copy the tensor to the CPU first")
     dtype_from_torch(tensor.dtype)
+    if tensor.numel() < 2:
+        # Counts as contiguous whatever its strides, which `view` below does not forgive.
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

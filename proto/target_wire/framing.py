@@ -41,6 +41,7 @@ _TAG_CRC32C = 0x1D
 _TAG_BODY = 0x82  # first byte of 82 01
 _INT64_MAX = (1 << 63) - 1
 _VARINT_BYTES = 10
+_LENGTH_BYTES = 5  # a length is below 2 GiB
 _FIXED32 = struct.Struct("<I")
 
 
@@ -155,23 +156,23 @@ def _append_varint(out: bytearray, value: int) -> None:
     out.append(value)
 
 
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns the value and the position after it; IndexError past the end, ValueError when longer than ten bytes."""
+def _read_varint(data: bytes, position: int, *, max_bytes: int = _VARINT_BYTES) -> tuple[int, int]:
+    """Returns the value and the position after it; IndexError past the end, ValueError when longer than it may be."""
     value = shift = 0
-    for _ in range(_VARINT_BYTES):
+    for _ in range(max_bytes):
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position
         shift += 7
-    raise ValueError("varint longer than ten bytes")
+    raise ValueError(f"varint longer than {max_bytes} bytes")
 
 
 def _read_frame(data: bytes) -> BatchFrameView | None:
     """Reads a message that is one well-formed frame; None for anything that the generated class should judge."""
     try:
-        length, position = _read_varint(data, 1)
+        length, position = _read_varint(data, 1, max_bytes=_LENGTH_BYTES)
         if position + length != len(data):
             return None
         return _read_frame_fields(data, position)
@@ -194,7 +195,7 @@ def _read_frame_fields(data: bytes, position: int) -> BatchFrameView | None:
             (crc32c,) = _FIXED32.unpack_from(data, position)
             position += 4
         elif tag == _TAG_BODY and data[position] == 0x01:
-            length, position = _read_varint(data, position + 1)
+            length, position = _read_varint(data, position + 1, max_bytes=_LENGTH_BYTES)
             body = memoryview(data)[position : position + length]
             position += length
         else:
