@@ -79,15 +79,15 @@ class TargetHead:
         """Read the head of a transformers causal LM in this process; shares its memory."""
         config = model.config.get_text_config()
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-        norm = getattr(model.get_decoder(), "norm", None)
+        final_norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)
         tensors = {"embed_tokens": embedding.weight}
         tied = output is None or output.weight is embedding.weight
-        if not tied:
+        if output is not None and not tied:
             tensors["lm_head"] = output.weight
-        if getattr(output, "bias", None) is not None:
+        if output is not None and getattr(output, "bias", None) is not None:
             tensors["lm_head_bias"] = output.bias
-        if getattr(norm, "weight", None) is not None:
-            tensors["final_norm"] = norm.weight
+        if final_norm is not None:
+            tensors["final_norm"] = final_norm
         return cls(
             tensors,
             tied=tied,

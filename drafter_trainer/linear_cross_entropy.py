@@ -61,8 +61,8 @@ def linear_cross_entropy(
     Returns:
         Losses, fp32 [R] (fp64 for an fp64 head) with a graph to `hidden_RE`, and correctness, bool [R].
     """
-    loss_R, correct_R = _LinearCrossEntropy.apply(hidden_RE, head, label_R, chunk_rows)
-    return loss_R, correct_R
+    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(hidden_RE, head, label_R, chunk_rows)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

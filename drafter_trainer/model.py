@@ -13,7 +13,9 @@ M key heads, H head dim, R rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [*, size]."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.epsilon).to(x.dtype)
+        accurate = torch.promote_types(x.dtype, torch.float32)
+        gain = self.weight.to(accurate)
+        return F.rms_norm(x.to(accurate), gain.shape, gain, self.epsilon).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -68,7 +72,8 @@ class Attention(nn.Module):
         query = apply_rotary(query, rotary_Q)
         block_kv = self.key_value(block_QE, rotary_Q)
         out_QNH = attend(query, context_kv, block_kv, layout=layout, visibility=self.visibility)
-        return self.o_proj(out_QNH.flatten(1))
+        out_QE: Tensor = self.o_proj(out_QNH.flatten(1))
+        return out_QE
 
 
 class MLP(nn.Module):
@@ -82,7 +87,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [*, E] to [*, E]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -97,8 +103,9 @@ class Layer(nn.Module):
 
     def forward(self, x_QE: Tensor, context_kv: KeyValue, *, layout: BlockLayout, rotary_Q: KeyValue) -> Tensor:
         """Return the block rows after attention and MLP, [Q, E]."""
-        x = x_QE + self.self_attn(self.input_layernorm(x_QE), context_kv, layout=layout, rotary_Q=rotary_Q)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x: Tensor = x_QE + self.self_attn(self.input_layernorm(x_QE), context_kv, layout=layout, rotary_Q=rotary_Q)
+        y: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + y
 
 
 @dataclass
@@ -147,9 +154,14 @@ class Drafter(nn.Module):
         spread = (rows - rows.mean(0)).pow(2).sum(1).mean().sqrt().item() * abs(head.logit_scale)
         self.norm.weight.fill_(1.0 / max(spread, 1e-6))
 
+    def draft_layers(self) -> Iterator[Layer]:
+        """Iterate over the layers in order."""
+        return iter(cast("Iterable[Layer]", self.layers))
+
     def fuse(self, context_TC: Tensor) -> Tensor:
         """Fuse the taps of every context token, [T, E]; once per batch, shared by all layers."""
-        return self.hidden_norm(self.fc(context_TC.to(self.fc.weight.dtype)))
+        fused_TE: Tensor = self.hidden_norm(self.fc(context_TC.to(self.fc.weight.dtype)))
+        return fused_TE
 
     def forward(self, block_embeds: Tensor, context_TC: Tensor, *, layout: BlockLayout) -> Tensor:
         """Run all blocks over their contexts.
@@ -167,10 +179,11 @@ class Drafter(nn.Module):
         rotary_Q = self.rotary(layout.position_Q.to(device))
         fused_TE = self.fuse(context_TC)
         x_QE = block_embeds.to(fused_TE.dtype)
-        for layer in self.layers:
+        for layer in self.draft_layers():
             context_kv = layer.self_attn.key_value(fused_TE, rotary_T)
             x_QE = layer(x_QE, context_kv, layout=layout, rotary_Q=rotary_Q)
-        return self.norm(x_QE)
+        hidden_QE: Tensor = self.norm(x_QE)
+        return hidden_QE
 
     @torch.no_grad()
     def context_kv(self, context_RC: Tensor, positions: Tensor, *, cache: ContextCache) -> None:
@@ -186,7 +199,7 @@ class Drafter(nn.Module):
             raise ValueError(f"context positions {positions.tolist()} do not follow {cache.length} cached tokens")
         fused = self.fuse(context_RC)
         rotary = self.rotary(positions.to(fused.device))
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.draft_layers()):
             key, value = layer.self_attn.key_value(fused, rotary)
             _append(cache.keys, index, key, cache.length)
             _append(cache.values, index, value, cache.length)
@@ -211,9 +224,10 @@ class Drafter(nn.Module):
         )
         rotary = self.rotary(layout.position_Q.to(block_embeds.device))
         x = block_embeds.to(self.fc.weight.dtype)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.draft_layers()):
             x = layer(x, cache.layer(index), layout=layout, rotary_Q=rotary)
-        return self.norm(x)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
 
 def _append(tensors: list[Tensor], index: int, rows: Tensor, length: int) -> None:

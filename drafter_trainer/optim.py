@@ -4,9 +4,9 @@ Owns the one place where weights change. A gradient norm that is NaN or infinite
 moments, the schedule or the step counter, and is counted: clipping would turn one infinity into NaN everywhere, and a
 comparison with 0 lets both pass.
 
-Parameters are fp32 and stay so; bf16 compute is autocast's job. That keeps one copy of the weights (autocast's casts are
-the bf16 copy), checkpoints need no second set, and an update of 1e-3 of a weight's size is not rounded away as it would
-be in bf16's 8 bits.
+Parameters are fp32 and stay so; bf16 compute is autocast's job. That keeps one copy of the weights (autocast's casts
+are the bf16 copy), checkpoints need no second set, and an update of 1e-3 of a weight's size is not rounded away as it
+would be in bf16's 8 bits.
 """
 
 from __future__ import annotations
