@@ -1,0 +1,72 @@
+"""`target-server serve | status`: parses, prints, exits. 0 done, 2 a mistake of the user (one line), 1 anything else."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Replicas are started by exec: gRPC's fork handlers would only warn about its threads. Read when grpc is imported.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+from target_server.errors import ReplicaStartError, UserError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        arguments, flags = _parse(sys.argv[1:] if argv is None else argv)
+        if arguments.command == "serve":
+            return _serve(arguments, flags)
+        from target_server.status import print_status
+
+        return print_status(arguments.address, as_json=arguments.json, timeout_s=arguments.timeout)
+    except UserError as error:
+        print(f"target-server: {error}", file=sys.stderr)
+        return 2
+    except ReplicaStartError as error:
+        print(f"target-server: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+    from target_server.config import ArgumentParser, add_config_flags
+
+    parser = ArgumentParser(prog="target-server", description="Serves a frozen target's hidden states.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="serve|status")
+    serve = commands.add_parser("serve", help="serve a checkpoint directory")
+    serve.add_argument("--port-file", type=Path, metavar="FILE", help="write the front's port there once it serves")
+    serve.add_argument(
+        "--print-config", action="store_true", help="print the settings and where each is from, and exit"
+    )
+    flags = add_config_flags(serve)
+    status = commands.add_parser("status", help="what a server serves and how its replicas are")
+    status.add_argument("address", metavar="HOST:PORT", help="the front's address")
+    status.add_argument("--json", action="store_true", help="as one JSON object")
+    status.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for the answer (5)")
+    return parser.parse_args(argv), flags
+
+
+def _serve(arguments: argparse.Namespace, flags: Any) -> int:
+    from target_server.config import load_config, resolved_lines
+
+    config, origins = load_config(arguments, flags)
+    if arguments.print_config:
+        print("\n".join(resolved_lines(config, origins)))
+        return 0
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(name)s: %(message)s")
+    import uvloop
+
+    from target_server.front import serve
+
+    return uvloop.run(serve(config, port_file=arguments.port_file))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

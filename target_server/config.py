@@ -1,0 +1,273 @@
+"""Settings of the target server: schema, the four layers they come from, and one-line errors.
+
+Precedence: flag > environment (`TARGET_SERVER__MODEL__PATH=...`) > YAML file > default. This is the only module of the
+room that reads the environment. It must stay importable without torch: the front uses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict
+
+from target_server.errors import UserError
+
+__all__ = [
+    "ENV_PREFIX",
+    "ArgumentParser",
+    "BuffersConfig",
+    "DeadlinesConfig",
+    "LimitsConfig",
+    "ModelConfig",
+    "ReplicaConfig",
+    "ServerConfig",
+    "add_config_flags",
+    "load_config",
+    "resolved_lines",
+]
+
+ENV_PREFIX = "TARGET_SERVER__"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """What is served."""
+
+    path: Path | None = None
+    """Local Hugging Face directory: config.json and *.safetensors. Required."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Compute and weight type; auto: what the checkpoint's config says, else float32."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    """Attention backend of transformers; auto: the best that the model supports on its device."""
+
+
+class ReplicaConfig(_Section):
+    """How replica processes are made."""
+
+    devices_per_replica: int = Field(default=1, ge=1)
+    """Devices that one copy of the model is spread over."""
+    num_threads: int = Field(default=0, ge=0, le=1024)
+    """Compute threads of one replica; 0: the cores this process may use ÷ replicas on the CPU, 1 beside an accelerator."""
+    port_base: int = Field(default=0, ge=0, le=65535)
+    """Data port of replica 0; replica i listens on port_base + i. 0: any free port."""
+    advertise_host: str = ""
+    """Host that clients are told to reach replicas under; empty: the one under which they reached the front."""
+
+
+class LimitsConfig(_Section):
+    """What a session may ask for."""
+
+    max_batch_token_count: int = Field(default=8192, ge=1, le=1 << 24)
+    """Largest batch, in tokens (sum of its sequence lengths)."""
+    max_sequence_token_count: int = Field(default=0, ge=0)
+    """Longest sequence, in tokens; 0: the largest batch, or the model's positions when those are fewer."""
+    max_padded_token_count: int = Field(default=0, ge=0)
+    """Largest padded batch (sequences x longest) in one forward; a larger one is run in parts. 0: twice the largest batch."""
+    max_tap_count: int = Field(default=8, ge=1, le=1024)
+    """Most layers that one session may tap; with the largest batch it sets the size of a host slot."""
+    max_session_count: int = Field(default=8, ge=1, le=4096)
+    """Most sessions of one replica at a time; each has a host slot of its own."""
+    max_outstanding_request_count: int = Field(default=64, ge=1)
+    """Most unanswered requests of one session."""
+
+
+class BuffersConfig(_Section):
+    """Memory between the forward and the wire; all of it is allocated once."""
+
+    host_slot_count: int = Field(default=10, ge=2, le=4096)
+    """Host buffers of one replica, each for the largest batch; above max_session_count they are shared."""
+    device_buffer_count: int = Field(default=2, ge=1, le=64)
+    """Packed buffers on the device; unused on the CPU, where a forward writes into the host slot itself."""
+    copy_overlap: bool = True
+    """Whether a batch is copied to the host while the next forward runs."""
+    frame_bytes: int = Field(default=2 << 20, ge=1, le=4 << 20)
+    """Aim for the size of a frame's body; frames are cut at token rows."""
+
+
+class DeadlinesConfig(_Section):
+    """How long each wait may last, in seconds."""
+
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """From a replica's start until it has loaded the model."""
+    open_timeout_s: float = Field(default=30.0, gt=0)
+    """From a stream's start until its first message."""
+    write_timeout_s: float = Field(default=300.0, gt=0)
+    """For one frame to be taken by the transport; then the session is closed as stalled."""
+    forward_timeout_s: float = Field(default=600.0, gt=0)
+    """For one forward with its copy; then the replica is taken for hung and restarted."""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """From SIGTERM until what has begun is cancelled."""
+    restart_delay_s: float = Field(default=0.5, gt=0)
+    """Before a dead replica's first restart; doubled with each failure in a row."""
+    restart_delay_max_s: float = Field(default=30.0, gt=0)
+    """Longest delay before a restart."""
+    max_start_failure_count: int = Field(default=5, ge=1)
+    """Failures to start in a row after which a replica is given up."""
+
+
+class ServerConfig(BaseSettings):
+    """All settings of `target-server serve`."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    model: ModelConfig = ModelConfig()
+    """What is served."""
+    listen: str = Field(default="127.0.0.1:50051", pattern=r"^.*:\d{1,5}$")
+    """HOST:PORT of the front; replicas listen on the same host. Port 0: any free port."""
+    devices: list[str] = Field(default=["cpu"], min_length=1)
+    """Devices of the replicas in order, e.g. cuda:0,cuda:1; cpu may be given several times."""
+    replica: ReplicaConfig = ReplicaConfig()
+    """How replica processes are made."""
+    limits: LimitsConfig = LimitsConfig()
+    """What a session may ask for."""
+    buffers: BuffersConfig = BuffersConfig()
+    """Memory between the forward and the wire."""
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    """How long each wait may last."""
+
+    @classmethod
+    def settings_customise_sources(cls, settings_cls: type[BaseSettings], **sources: Any) -> tuple[Any, ...]:
+        """Takes only what the constructor is given: `load_config` merges the layers, so that it can name the winner."""
+        return (sources["init_settings"],)
+
+    @model_validator(mode="after")
+    def _check_across(self) -> ServerConfig:
+        if len(self.devices) % self.replica.devices_per_replica:
+            raise ValueError(
+                f"replica.devices_per_replica: {self.replica.devices_per_replica}: "
+                f"{len(self.devices)} devices can't be divided evenly; give a divisor or other devices"
+            )
+        if self.buffers.host_slot_count <= self.limits.max_session_count:
+            raise ValueError(
+                f"buffers.host_slot_count: {self.buffers.host_slot_count}: each of limits.max_session_count "
+                f"{self.limits.max_session_count} sessions owns one slot; give at least one more than that"
+            )
+        return self
+
+    @property
+    def host(self) -> str:
+        """Host part of `listen`."""
+        return self.listen.rpartition(":")[0]
+
+    @property
+    def port(self) -> int:
+        """Port part of `listen`."""
+        return int(self.listen.rpartition(":")[2])
+
+    @property
+    def replica_devices(self) -> list[list[str]]:
+        """Devices of each replica."""
+        size = self.replica.devices_per_replica
+        return [self.devices[start : start + size] for start in range(0, len(self.devices), size)]
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser whose errors are one line like every other mistake of the user."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what argparse would print with its usage."""
+        kind, _, rest = message.partition(": ")
+        raise UserError(kind, rest or "-", f"not understood; see {self.prog} --help")
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> CliSettingsSource[Any]:
+    """Adds `--config` and one dotted flag per setting to a subcommand's parser."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")
+    return CliSettingsSource(
+        ServerConfig, root_parser=parser, cli_exit_on_error=False, cli_use_class_docs_for_groups=True
+    )
+
+
+def load_config(arguments: argparse.Namespace, flags: CliSettingsSource[Any]) -> tuple[ServerConfig, dict[str, str]]:
+    """Merges the layers and checks the result.
+
+    Returns:
+        The settings, and for each dotted name that is not a default the layer it came from.
+
+    Raises:
+        UserError: an unknown key, or a value outside of its range.
+    """
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    if arguments.config is not None:
+        layers.append((f"file {arguments.config}", _read_yaml(arguments.config)))
+    environment = EnvSettingsSource(ServerConfig, env_prefix=ENV_PREFIX, env_nested_delimiter="__")
+    layers.append(("environment", environment()))
+    layers.append(("flag", flags(parsed_args=arguments)()))
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, values in layers:
+        _merge(merged, values, prefix="", layer=name, origins=origins)
+    try:
+        return ServerConfig(**merged), origins
+    except ValidationError as error:
+        raise _user_error(error) from error
+
+
+def resolved_lines(config: ServerConfig, origins: Mapping[str, str]) -> list[str]:
+    """Returns one `name: value  # layer` line per setting for `--print-config`."""
+    lines = []
+    for name, value in _flatten(config.model_dump(mode="json"), ""):
+        lines.append(
+            f"{name}: {yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}  # {origins.get(name, 'default')}"
+        )
+    return lines
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError("--config", path, f"can't be read ({error.strerror}); give a YAML file") from error
+    except yaml.YAMLError as error:
+        raise UserError("--config", path, f"is not YAML ({' '.join(str(error).split())})") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError("--config", path, "must hold settings by name at its top level")
+    return values
+
+
+def _merge(
+    into: dict[str, Any], values: Mapping[str, Any], *, prefix: str, layer: str, origins: dict[str, str]
+) -> None:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            nested = into.setdefault(key, {})
+            if isinstance(nested, dict):
+                _merge(nested, value, prefix=f"{name}.", layer=layer, origins=origins)
+                continue
+        into[key] = value
+        origins[name] = layer
+
+
+def _flatten(values: Mapping[str, Any], prefix: str) -> Sequence[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.extend(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat.append((f"{prefix}{key}", value))
+    return flat
+
+
+def _user_error(error: ValidationError) -> UserError:
+    """Turns the first of pydantic's errors into field, value and fix."""
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return UserError(name, first["input"], "unknown setting; see target-server serve --help")
+    message = first["msg"].removeprefix("Value error, ")
+    if not name:
+        # A rule across fields names its field itself.
+        field, value, fix = message.split(": ", 2)
+        return UserError(field, value, fix)
+    return UserError(name, first["input"], message[0].lower() + message[1:])

@@ -1,0 +1,79 @@
+"""The pipe between the front and a replica process: one JSON object a line.
+
+To the replica (stdin): `Start` first, then {"command": "drain"}; the end of the pipe means that the front is gone, and
+the replica exits, so that no orphan survives a kill -9 of the front. From the replica (its original stdout): events.
+Neither side trusts the other to be quick: reads are by line, with a bound.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["DRAIN", "MAX_LINE_BYTES", "Event", "Start", "decode_event", "encode_line"]
+
+MAX_LINE_BYTES = 1 << 20
+DRAIN = {"command": "drain"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a replica is to be.
+
+    Attributes:
+        index: 0-based.
+        devices: its devices.
+        num_threads: its compute threads.
+        host: where its data endpoint listens.
+        port: on which port; 0 for any.
+        version_number: of the checkpoint it loads.
+        config: the server's settings as JSON values.
+    """
+
+    index: int
+    devices: list[str]
+    num_threads: int
+    host: str
+    port: int
+    version_number: int
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a replica reports.
+
+    Attributes:
+        kind: "ready" (it serves), "failed" (it can't start) or "fatal" (it served and can't go on).
+        port: of the data endpoint; with "ready".
+        description: a DescribeTargetResponse without replicas as protobuf's JSON; with "ready".
+        field: the user's setting that is wrong; empty when the failure is not the user's.
+        value: what it was.
+        detail: one line for people.
+    """
+
+    kind: str
+    port: int = 0
+    description: dict[str, Any] | None = None
+    field: str = ""
+    value: str = ""
+    detail: str = ""
+
+
+def encode_line(message: Start | Event | dict[str, Any]) -> bytes:
+    """Returns one line, newline included."""
+    content = message if isinstance(message, dict) else asdict(message)
+    return json.dumps(content).encode() + b"\n"
+
+
+def decode_event(line: bytes) -> Event:
+    """Returns the event of a line.
+
+    Raises:
+        ValueError: the line is none.
+    """
+    try:
+        return Event(**json.loads(line))
+    except TypeError as error:
+        raise ValueError(f"not an event: {line[:200]!r}") from error

@@ -1,0 +1,209 @@
+"""The front process: what the target is, where its replicas are, health. It imports no torch and carries no tensor.
+
+Order of a start: check the checkpoint's files, bind, start the replicas; `DescribeTarget` answers UNAVAILABLE until
+the first has loaded. Order of a stop: health says NOT_SERVING, the replicas drain, then the front closes; a second
+signal kills the replicas and exits at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from target_wire.channel import server_options
+from target_wire.errors import Code, Reason, WireError
+from target_wire.v1 import target_pb2, target_pb2_grpc
+
+from target_server.checkpoint import check_checkpoint
+from target_server.config import ServerConfig
+from target_server.errors import UserError, maps_errors
+from target_server.supervisor import ReplicaStatus, Supervisor
+
+__all__ = ["check_start", "serve"]
+
+_log = logging.getLogger(__name__)
+
+SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetFrontService"].full_name
+_STOP_GRACE_S = 1.0
+# What the second signal exits with: neither done nor the user's mistake.
+_EXIT_FORCED = 1
+
+
+class FrontServicer(target_pb2_grpc.TargetFrontServiceServicer):
+    """The front's RPCs."""
+
+    def __init__(self, supervisor: Supervisor, advertise_host: str) -> None:
+        self._supervisor = supervisor
+        self._advertise_host = advertise_host
+
+    @maps_errors
+    async def DescribeTarget(
+        self, _request: target_pb2.DescribeTargetRequest, _context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.DescribeTargetResponse:
+        """Returns the target and its replicas."""
+        if self._supervisor.description is None:
+            raise WireError(Code.UNAVAILABLE, Reason.TARGET_LOADING, "the target is being loaded; ask again")
+        response = target_pb2.DescribeTargetResponse()
+        response.CopyFrom(self._supervisor.description)
+        response.replicas.extend(self._describe(replica) for replica in self._supervisor.replicas)
+        return response
+
+    def _describe(self, replica: ReplicaStatus) -> target_pb2.Replica:
+        return target_pb2.Replica(
+            index=replica.index,
+            address=f"{self._advertise_host}:{replica.port}" if replica.port else "",
+            devices=replica.devices,
+            state=replica.state,
+            restart_count=replica.restart_count,
+            port=replica.port,
+        )
+
+
+def check_start(config: ServerConfig) -> None:
+    """Refuses what can't be served, before anything is loaded.
+
+    Raises:
+        UserError: the checkpoint's files or a port.
+    """
+    check_checkpoint(config.model.path)
+    if not config.replica.port_base:
+        return
+    for index in range(len(config.replica_devices)):
+        port = config.replica.port_base + index
+        if port > 65535:
+            raise UserError("replica.port_base", config.replica.port_base, f"replica {index} would have port {port}")
+        with _bound(config.host, port):
+            pass
+
+
+async def serve(config: ServerConfig, *, port_file: Path | None) -> int:
+    """Runs the front until a signal; returns the exit code.
+
+    Raises:
+        UserError: see `check_start` and `Supervisor.run`.
+        ReplicaStartError: no replica came up.
+    """
+    check_start(config)
+    status = health.aio.HealthServicer()
+    supervisor = Supervisor(config, lambda: changed.set())
+    changed = asyncio.Event()
+    server, port = await _start_server(config, supervisor, status)
+    running = asyncio.create_task(supervisor.run())
+    announcing = asyncio.create_task(_announce(config, supervisor, status, changed, port, port_file))
+    stop = _stop_signal(supervisor)
+    try:
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({running, announcing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        for task in (running, announcing):
+            if task.done():
+                task.result()
+        _log.info("draining")
+        announcing.cancel()
+        await status.enter_graceful_shutdown()
+        await supervisor.drain()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(running, _STOP_GRACE_S)
+        return 0
+    finally:
+        supervisor.kill()
+        for task in (running, announcing):
+            task.cancel()
+        await asyncio.gather(running, announcing, return_exceptions=True)
+        await server.stop(_STOP_GRACE_S)
+
+
+async def _start_server(
+    config: ServerConfig, supervisor: Supervisor, status: health.aio.HealthServicer
+) -> tuple[grpc.aio.Server, int]:
+    # gRPC's own bind error names no reason; a plain socket's does.
+    with _bound(config.host, config.port):
+        pass
+    server = grpc.aio.server(options=server_options())
+    servicer = FrontServicer(supervisor, config.replica.advertise_host)
+    target_pb2_grpc.add_TargetFrontServiceServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    for name in ("", SERVICE_NAME):
+        await status.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError as error:
+        raise UserError("listen", config.listen, "can't be bound; give another HOST:PORT") from error
+    await server.start()
+    return server, port
+
+
+async def _announce(
+    config: ServerConfig,
+    supervisor: Supervisor,
+    status: health.aio.HealthServicer,
+    changed: asyncio.Event,
+    port: int,
+    port_file: Path | None,
+) -> None:
+    """Keeps health in step with the replicas, and says once that the server serves."""
+    announced = False
+    while True:
+        await changed.wait()
+        changed.clear()
+        serving = supervisor.serving_count > 0
+        for name in ("", SERVICE_NAME):
+            state = health_pb2.HealthCheckResponse
+            await status.set(name, state.SERVING if serving else state.NOT_SERVING)
+        if serving and not announced:
+            announced = True
+            if port_file is not None:
+                _write_atomically(port_file, f"{port}\n")
+            print(f"target-server: serving on {config.host}:{port}", flush=True)
+
+
+def _stop_signal(supervisor: Supervisor) -> asyncio.Event:
+    """Returns the event of the first SIGTERM or SIGINT; the second one ends the process."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.kill()
+            os._exit(_EXIT_FORCED)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[None]:
+    """Holds an address for a moment.
+
+    Raises:
+        UserError: it can't be bound, with the system's reason.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UserError("listen", f"{host}:{port}", f"{reason}; give another HOST:PORT") from error
+        yield
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

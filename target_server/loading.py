@@ -1,0 +1,163 @@
+"""From a checkpoint directory to a frozen decoder on its devices, with the facts that a trainer needs.
+
+Only a local directory, only safetensors, no code from the checkpoint, no network. Every weight must come from the
+files: transformers would fill a missing one at random and go on, so that is refused here. The only module that knows
+how transformers names a model's parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from target_wire.codec import dtype_from_torch
+from target_wire.spec import DType
+from target_wire.v1 import target_pb2
+from torch import nn
+
+from target_server.config import ModelConfig
+from target_server.errors import UserError
+from target_server.versions import tokenizer_digest
+
+__all__ = ["LoadedTarget", "load_target"]
+
+_FIELD = "model.path"
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A frozen target, ready to run.
+
+    Attributes:
+        model: the whole model, in eval mode.
+        decoder: its text decoder, without the head.
+        layers: the decoder's blocks in order; block i's output is "layer i".
+        dtype: type of the residual stream.
+        input_device: where token ids go.
+        output_device: where the last block's output is.
+        description: the facts that clients are told.
+    """
+
+    model: nn.Module
+    decoder: nn.Module
+    layers: nn.ModuleList
+    dtype: DType
+    input_device: torch.device
+    output_device: torch.device
+    description: target_pb2.TargetModel
+
+
+def load_target(settings: ModelConfig, devices: list[str]) -> LoadedTarget:
+    """Loads the checkpoint onto the devices of one replica.
+
+    Raises:
+        UserError: transformers can't build the model from what the directory holds, or a device doesn't exist.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    path = settings.path
+    assert path is not None
+    _check_devices(devices)
+    model = _build_model(path, settings, devices).eval().requires_grad_(False)
+    decoder = model.get_decoder()
+    layers = _blocks(decoder, path)
+    weight = _embedding(model).weight
+    dtype = _wire_dtype(weight.dtype, path)
+    return LoadedTarget(
+        model=model,
+        decoder=decoder,
+        layers=layers,
+        dtype=dtype,
+        input_device=weight.device,
+        output_device=next(layers[-1].parameters()).device,
+        description=_describe(model, len(layers), dtype, path),
+    )
+
+
+def _build_model(path: Path, settings: ModelConfig, devices: list[str]) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    placement: dict[str, Any] = {"device_map": "auto", "max_memory": _memory_of(devices)} if len(devices) > 1 else {}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype),
+            attn_implementation=None if settings.attention == "auto" else settings.attention,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **placement,
+        )
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(_FIELD, path, f"transformers can't load it: {reason}") from error
+    _check_report(report, path)
+    return model if placement else model.to(devices[0])
+
+
+def _check_report(report: Mapping[str, Any], path: Path) -> None:
+    for kind, problem in (("missing_keys", "lacks the weight"), ("mismatched_keys", "has another shape for")):
+        names = sorted(str(name) for name in report.get(kind) or ())
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(_FIELD, path, f"{problem} {names[0]}{more}; its config.json and safetensors disagree")
+
+
+def _check_devices(devices: list[str]) -> None:
+    for name in devices:
+        try:
+            torch.empty(0, device=torch.device(name))
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError("devices", name, f"can't be used here ({reason}); give cpu or cuda:N") from error
+
+
+def _memory_of(devices: list[str]) -> dict[int, int]:
+    """Returns what accelerate may place on each device: all of its free memory but a tenth, for activations."""
+    indices = [torch.device(name).index or 0 for name in devices]
+    return {index: int(torch.cuda.mem_get_info(index)[0] * 0.9) for index in indices}
+
+
+def _blocks(decoder: nn.Module, path: Path) -> nn.ModuleList:
+    layers = getattr(decoder, "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return layers
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    if len(lists) != 1:
+        raise UserError(_FIELD, path, f"can't tell the blocks of {type(decoder).__name__}; give another architecture")
+    return lists[0]
+
+
+def _wire_dtype(dtype: torch.dtype, path: Path) -> DType:
+    try:
+        return dtype_from_torch(dtype)
+    except ValueError as error:
+        raise UserError(_FIELD, path, f"has weights of {dtype}; set model.dtype to bfloat16 or float32") from error
+
+
+def _describe(model: Any, layer_count: int, dtype: DType, path: Path) -> target_pb2.TargetModel:
+    config = model.config.get_text_config()
+    embedding, head = _embedding(model), model.get_output_embeddings()
+    return target_pb2.TargetModel(
+        architecture=type(model).__name__,
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        layer_count=layer_count,
+        vocab_size=embedding.weight.shape[0],
+        tie_word_embeddings=head is None or head.weight.data_ptr() == embedding.weight.data_ptr(),
+        dtype=target_pb2.Dtype.ValueType(dtype.number),
+        max_position_count=int(getattr(config, "max_position_embeddings", 0) or 0),
+        tokenizer_digest=tokenizer_digest(path),
+        name=path.resolve().name,
+    )
+
+
+def _embedding(model: Any) -> nn.Embedding:
+    embedding: nn.Embedding = model.get_input_embeddings()
+    return embedding

@@ -1,0 +1,305 @@
+"""A replica's RPCs: between gRPC's calls and the room's own objects; no torch, no state of its own.
+
+`StreamHiddenStates` runs one reader and one writer per stream; whichever fails ends it, and whatever happens, the
+session's slots and its place in the scheduler are given back. The data method's answers are bytes that the publisher
+has already framed, so the service is registered by a generic handler instead of the generated one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from crc32c import crc32c
+from target_wire.channel import MAX_MESSAGE_BYTES
+from target_wire.checks import ServedTarget, SessionTerms, check_batch_request, check_open, check_taps
+from target_wire.errors import Code, Reason, WireError
+from target_wire.spec import row_bytes
+from target_wire.v1 import target_pb2
+
+from target_server.config import ServerConfig
+from target_server.errors import maps_errors
+from target_server.publisher import build_header, publish
+from target_server.scheduler import Scheduler
+from target_server.session import Batch, Session
+
+__all__ = ["HeadReader", "ReplicaServicer", "build_handler"]
+
+SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetReplicaService"].full_name
+
+# Of a HeadFrame's body; the contract allows 4 MiB.
+_HEAD_FRAME_BYTES = 2 << 20
+# Header and framing of a unary answer beside its body.
+_HEADER_ROOM_BYTES = 64 << 10
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_T = TypeVar("_T")
+
+
+class HeadReader(Protocol):
+    """What the servicer needs of `head.HeadSource`; `read` blocks."""
+
+    def describe(self, version: target_pb2.TargetVersion) -> target_pb2.HeadDescription: ...  # noqa: D102
+
+    def read(self, tensor_index: int, offset_bytes: int, size_bytes: int) -> memoryview: ...  # noqa: D102
+
+
+class ReplicaServicer:
+    """The RPCs of one replica."""
+
+    def __init__(
+        self,
+        *,
+        served: ServedTarget,
+        scheduler: Scheduler,
+        head: HeadReader,
+        config: ServerConfig,
+        replica_index: int,
+    ) -> None:
+        self._served = served
+        self._scheduler = scheduler
+        self._head = head
+        self._config = config
+        self._replica_index = replica_index
+        self._session_keys = itertools.count(1)
+        self._refusal: WireError | None = None
+
+    def refuse_new(self, error: WireError) -> None:
+        """Answers every later call with this error, and ends open streams when what runs for them was sent."""
+        self._refusal = error
+        self._scheduler.refuse_new(error)
+
+    @maps_errors
+    async def stream_hidden_states(self, _requests: object, context: _Context) -> None:
+        """StreamHiddenStates."""
+        session = await self._open(context)
+        reader = asyncio.create_task(_read(session, context))
+        writer = asyncio.create_task(self._write(session, context))
+        try:
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in (reader, writer):
+                task.cancel()
+            results = await asyncio.gather(reader, writer, return_exceptions=True)
+            self._scheduler.remove(session)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                raise result
+
+    @maps_errors
+    async def capture_hidden_states(
+        self, request: target_pb2.CaptureHiddenStatesRequest, _context: _Context
+    ) -> target_pb2.CaptureHiddenStatesResponse:
+        """CaptureHiddenStates: a session of one batch whose credit is exactly that batch."""
+        self._check_taking()
+        session = self._new_session(self._unary_terms(request))
+        self._scheduler.add(session)
+        try:
+            session.ledger.grant(session.terms.window_bytes)
+            request.batch.request_id = 0
+            session.take(target_pb2.StreamHiddenStatesRequest(batch_request=request.batch))
+            outgoing = await _before(
+                session.next_outgoing(), self._config.deadlines.forward_timeout_s, "the batch's turn and its forward"
+            )
+            return self._unary_answer(session, outgoing)
+        finally:
+            self._scheduler.remove(session)
+
+    @maps_errors
+    async def fetch_head(self, request: target_pb2.FetchHeadRequest, context: _Context) -> None:
+        """FetchHead."""
+        self._check_taking()
+        version = self._checked_version(request.version)
+        head = self._head.describe(version)
+        await context.write(target_pb2.FetchHeadResponse(head=head))
+        for index in range(len(head.tensors)):
+            offset = 0
+            while piece := await asyncio.to_thread(self._head.read, index, offset, _HEAD_FRAME_BYTES):
+                frame = target_pb2.HeadFrame(
+                    tensor_index=index, offset_bytes=offset, crc32c=crc32c(piece), body=bytes(piece)
+                )
+                offset += len(piece)
+                await _before(
+                    context.write(target_pb2.FetchHeadResponse(frame=frame)),
+                    self._config.deadlines.write_timeout_s,
+                    "the client to take a frame of the head",
+                )
+
+    async def _open(self, context: _Context) -> Session:
+        """Reads the first message and answers it."""
+        message = await _before(
+            context.read(), self._config.deadlines.open_timeout_s, "the stream's first message, which must be open"
+        )
+        self._check_taking()
+        if message is grpc.aio.EOF or message.WhichOneof("message") != "open":
+            raise WireError(
+                Code.FAILED_PRECONDITION, Reason.SESSION_NOT_OPEN, "the stream's first message must be open"
+            )
+        terms = check_open(message.open, self._served)
+        self._check_fits_slot(terms)
+        session = self._new_session(terms)
+        self._scheduler.add(session)
+        try:
+            await context.write(self._opened(terms).SerializeToString())
+        except BaseException:
+            self._scheduler.remove(session)
+            raise
+        return session
+
+    async def _write(self, session: Session, context: _Context) -> None:
+        """Sends what the outbox holds until its end."""
+
+        async def write(message: bytes) -> None:
+            await _before(
+                context.write(message), self._config.deadlines.write_timeout_s, "the client to take a message"
+            )
+
+        while (outgoing := await session.next_outgoing()) is not None:
+            if isinstance(outgoing, WireError):
+                raise outgoing
+            if isinstance(outgoing, Batch):
+                await self._send_batch(session, outgoing, write)
+            else:
+                await write(outgoing.SerializeToString())
+
+    async def _send_batch(self, session: Session, batch: Batch, write: Any) -> None:
+        assert batch.slot is not None
+        if not session.begin_sending(batch):
+            self._scheduler.release(batch.slot)
+            return
+        try:
+            await publish(
+                batch,
+                self._served,
+                write,
+                replica_index=self._replica_index,
+                frame_bytes=self._config.buffers.frame_bytes,
+            )
+        finally:
+            self._scheduler.release(batch.slot)
+        session.sent(batch)
+
+    def _opened(self, terms: SessionTerms) -> target_pb2.StreamHiddenStatesResponse:
+        return target_pb2.StreamHiddenStatesResponse(
+            opened=target_pb2.Opened(
+                replica_index=self._replica_index,
+                version=self._version(),
+                bytes_per_token=terms.bytes_per_token,
+                dtype=target_pb2.Dtype.ValueType(terms.dtype.number),
+            )
+        )
+
+    def _new_session(self, terms: SessionTerms) -> Session:
+        self._scheduler.check_room()
+        return Session(
+            next(self._session_keys),
+            terms,
+            self._served,
+            max_outstanding_request_count=self._config.limits.max_outstanding_request_count,
+            on_change=self._scheduler.wake,
+        )
+
+    def _unary_terms(self, request: target_pb2.CaptureHiddenStatesRequest) -> SessionTerms:
+        taps = check_taps(request.taps, self._served)
+        token_count = check_batch_request(request.batch, self._served)
+        bytes_per_token = row_bytes(tap_count=len(taps), hidden_size=self._served.hidden_size, dtype=self._served.dtype)
+        payload_bytes = token_count * bytes_per_token
+        if payload_bytes > MAX_MESSAGE_BYTES - _HEADER_ROOM_BYTES:
+            raise WireError(
+                Code.RESOURCE_EXHAUSTED,
+                Reason.BATCH_TOO_LARGE,
+                f"a batch of {token_count} tokens is {payload_bytes} bytes and does not fit one message of "
+                f"{MAX_MESSAGE_BYTES}; use StreamHiddenStates",
+            )
+        terms = SessionTerms(taps, self._served.dtype, bytes_per_token, token_count, payload_bytes, "unary")
+        self._check_fits_slot(terms)
+        return terms
+
+    def _unary_answer(self, session: Session, outgoing: object) -> target_pb2.CaptureHiddenStatesResponse:
+        if isinstance(outgoing, WireError):
+            raise outgoing
+        if isinstance(outgoing, target_pb2.StreamHiddenStatesResponse):
+            failed = outgoing.batch_failed
+            raise WireError(Code(failed.code), Reason(failed.reason), failed.detail)
+        assert isinstance(outgoing, Batch)
+        assert outgoing.slot is not None
+        # The slot stays READY, so that closing the session gives it back.
+        body = bytes(outgoing.slot.view[: outgoing.payload_bytes])
+        header = build_header(outgoing, self._served, replica_index=self._replica_index, frame_count=0)
+        return target_pb2.CaptureHiddenStatesResponse(header=header, crc32c=crc32c(body), body=body)
+
+    def _check_taking(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _check_fits_slot(self, terms: SessionTerms) -> None:
+        largest = terms.max_batch_token_count * terms.bytes_per_token
+        if largest > self._scheduler.slot_bytes:
+            fitting = self._scheduler.slot_bytes // terms.bytes_per_token
+            raise WireError(
+                Code.INVALID_ARGUMENT,
+                Reason.BATCH_TOO_LARGE,
+                f"max_batch_token_count {terms.max_batch_token_count} with {len(terms.taps)} taps is {largest} bytes; "
+                f"a host slot of this server takes {fitting} tokens: ask for that or raise limits.max_tap_count there",
+            )
+
+    def _version(self) -> target_pb2.TargetVersion:
+        return target_pb2.TargetVersion(number=self._served.version_number, digest=self._served.version_digest)
+
+    def _checked_version(self, wanted: target_pb2.TargetVersion) -> target_pb2.TargetVersion:
+        current = self._version()
+        if wanted.number not in (0, current.number) or wanted.digest not in ("", current.digest):
+            raise WireError(
+                Code.FAILED_PRECONDITION,
+                Reason.VERSION_MISMATCH,
+                f"version {wanted.number}/{wanted.digest or 'any'}: served is {current.number}/{current.digest}",
+            )
+        return current
+
+
+def build_handler(servicer: ReplicaServicer) -> grpc.GenericRpcHandler[Any, Any]:
+    """Returns the service for `grpc.aio.Server.add_generic_rpc_handlers`."""
+    return grpc.method_handlers_generic_handler(
+        SERVICE_NAME,
+        {
+            "StreamHiddenStates": grpc.stream_stream_rpc_method_handler(
+                servicer.stream_hidden_states,
+                request_deserializer=target_pb2.StreamHiddenStatesRequest.FromString,
+            ),
+            "CaptureHiddenStates": grpc.unary_unary_rpc_method_handler(
+                servicer.capture_hidden_states,
+                request_deserializer=target_pb2.CaptureHiddenStatesRequest.FromString,
+                response_serializer=target_pb2.CaptureHiddenStatesResponse.SerializeToString,
+            ),
+            "FetchHead": grpc.unary_stream_rpc_method_handler(
+                servicer.fetch_head,
+                request_deserializer=target_pb2.FetchHeadRequest.FromString,
+                response_serializer=target_pb2.FetchHeadResponse.SerializeToString,
+            ),
+        },
+    )
+
+
+async def _read(session: Session, context: _Context) -> None:
+    """Feeds the client's messages to the session until it closes its side."""
+    while (message := await context.read()) is not grpc.aio.EOF:
+        session.take(message)
+        await session.wait_for_room()
+    session.end_requests()
+
+
+async def _before(awaitable: Awaitable[_T], timeout_s: float, what: str) -> _T:
+    """Awaits with a deadline.
+
+    Raises:
+        WireError: STALLED, saying what was waited for.
+    """
+    try:
+        return await asyncio.wait_for(awaitable, timeout_s)
+    except TimeoutError as error:
+        raise WireError(
+            Code.DEADLINE_EXCEEDED, Reason.STALLED, f"waited {timeout_s:.0f} s for {what}; open another stream"
+        ) from error
