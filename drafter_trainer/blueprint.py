@@ -1,0 +1,327 @@
+"""Everything a run is decided by, worked out from its settings before anything is trained.
+
+Finds what's wrong with what the user gave in the order of cost: settings, data, then the server. Changes nothing, and
+builds no weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import fields
+from typing import Any
+
+import torch
+from target_wire.spec import PROTOCOL_VERSION, DType
+from target_wire.v1 import target_pb2 as pb
+
+from drafter_trainer.client.discovery import DescribedTarget, TargetAbsentError, check_address, wait_for_target
+from drafter_trainer.client.terms import Patience, StreamTerms
+from drafter_trainer.config import TrainerConfig
+from drafter_trainer.dataset import TokenDataset
+from drafter_trainer.devices import resolve_compute_dtype, resolve_device, resolve_num_threads
+from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.drafter_shape import read_model_config, resolve_drafter_config
+from drafter_trainer.errors import TargetChangedError, TargetUnavailableError, UserError
+from drafter_trainer.parallel import Ranks, join_ranks
+from drafter_trainer.plan import Plan, PlanSettings
+from drafter_trainer.prepare import PrepareSettings, open_dataset
+from drafter_trainer.run_dir import RunDir
+from drafter_trainer.tokenizer import resolve_mask_token_id
+from drafter_trainer.trainer import LoopSettings
+from drafter_trainer.types import Version
+
+__all__ = ["Blueprint", "Machine", "Target", "check_settings", "draw_blueprint", "prepare_machine"]
+
+logger = logging.getLogger(__name__)
+
+# A server under one of these is on this machine and needs CPU too.
+LOOPBACK_PREFIXES = ("127.", "localhost:", "[::1]:", "unix:")
+WIRE_DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where a rank computes."""
+
+    ranks: Ranks
+    device: torch.device
+    compute_dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The served target as this run uses it."""
+
+    described: DescribedTarget
+    wire_dtype: DType
+    drafter_config: DrafterConfig
+
+    @property
+    def version(self) -> Version:
+        """What is served at the start."""
+        version = self.described.response.version
+        return Version(version.number, version.digest)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the record."""
+        model = self.described.response.model
+        return {
+            "address": self.described.address,
+            "name": model.name,
+            "architecture": model.architecture,
+            "version": self.version.number,
+            "digest": self.version.digest,
+            "tokenizer_digest": model.tokenizer_digest,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """A run, decided."""
+
+    config: TrainerConfig
+    run_dir: RunDir
+    machine: Machine
+    plan: Plan
+    loop: LoopSettings
+    target: Target
+    terms: StreamTerms
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What would silently change the training if it changed on resume, by setting."""
+        config, plan = self.config, self.plan.settings
+        drafter = {f"drafter.{name}": value for name, value in dataclasses.asdict(self.target.drafter_config).items()}
+        sections = {"anchors": config.anchors, "loss": config.loss, "optim": config.optim}
+        settings = {
+            f"{section}.{name}": value
+            for section, values in sections.items()
+            for name, value in values.model_dump(mode="json").items()
+        }
+        return {
+            **drafter,
+            **settings,
+            "data.fingerprint": self.plan.source.fingerprint,
+            "batch.max_tokens": plan.max_tokens,
+            "batch.max_sequences": plan.max_sequences,
+            "batch.shuffle_window_samples": plan.shuffle_window_samples,
+            "batch.micro_batches_per_step": self.loop.micro_batches_per_step,
+            "run.seed": plan.seed,
+            "run.steps": self.loop.total_steps,
+            "run.dtype": str(self.machine.compute_dtype),
+            "loss.gamma": config.gamma,
+            "target.digest": self.target.version.digest,
+            "target.wire_dtype": str(self.target.wire_dtype),
+        }
+
+
+def check_settings(config: TrainerConfig) -> RunDir:
+    """Refuses what can be seen to be wrong from the settings alone.
+
+    Raises:
+        UserError: The first thing found.
+    """
+    if not config.target.addresses:
+        raise UserError("target.addresses", None, "give the server's HOST:PORT")
+    for address in config.target.addresses:
+        try:
+            check_address(address)
+        except ValueError as error:
+            raise UserError("target.addresses", address, "give HOST:PORT, [IPV6]:PORT or unix:/PATH") from error
+    if config.run.dir is None:
+        raise UserError("run.dir", None, "give a directory for checkpoints and metrics")
+    if config.run.dir.exists() and not config.run.dir.is_dir():
+        raise UserError("run.dir", config.run.dir, "this is a file; give a directory")
+    return RunDir(config.run.dir)
+
+
+def prepare_machine(config: TrainerConfig) -> Machine:
+    """Joins the ranks, takes a device, sets torch's threads.
+
+    Raises:
+        UserError: A device that isn't there.
+    """
+    wants_cuda = config.run.device != "cpu" and torch.cuda.is_available()
+    ranks = join_ranks(device_type="cuda" if wants_cuda else "cpu")
+    try:
+        device = resolve_device(config.run.device, local_rank=ranks.local_rank)
+    except ValueError as error:
+        raise UserError("run.device", config.run.device, str(error)) from error
+    if device.type == "cpu":
+        local_servers = sum(address.startswith(LOOPBACK_PREFIXES) for address in config.target.addresses)
+        processes = ranks.num_local_ranks + local_servers
+        torch.set_num_threads(resolve_num_threads(config.run.num_threads, processes_here=processes))
+    return Machine(ranks, device, resolve_compute_dtype(config.run.dtype, device))
+
+
+def draw_blueprint(config: TrainerConfig, *, run_dir: RunDir, machine: Machine) -> Blueprint:
+    """Opens the data, waits for the target, and decides the rest.
+
+    Raises:
+        UserError: Settings that don't fit the data or the target.
+        TargetUnavailableError: Nobody has described the target in time.
+    """
+    dataset = open_data(config)
+    plan = Plan(
+        dataset,
+        PlanSettings(
+            seed=config.run.seed,
+            max_tokens=config.batch.max_tokens,
+            max_sequences=config.batch.max_sequences,
+            shuffle_window_samples=config.batch.shuffle_window_samples,
+        ),
+    )
+    target = meet_target(config, dataset)
+    return Blueprint(
+        config=config,
+        run_dir=run_dir,
+        machine=machine,
+        plan=plan,
+        loop=loop_settings(config, plan, machine.ranks),
+        target=target,
+        terms=stream_terms(config, target, client_name=f"{run_dir.root.name}/rank-{machine.ranks.rank}"[:128]),
+    )
+
+
+def open_data(config: TrainerConfig) -> TokenDataset:
+    """The prepared dataset; prepared first where that's still to do."""
+    data = config.data
+    dataset = open_dataset(
+        data.path,
+        tokenizer=data.tokenizer,
+        settings=PrepareSettings(**{field.name: getattr(data, field.name) for field in fields(PrepareSettings)}),
+        prepared_dir=data.prepared_dir,
+        num_workers=data.num_workers,
+        wait_timeout_s=data.wait_timeout_s,
+    )
+    if dataset.meta.longest_tokens > config.batch.max_tokens:
+        fix = f"the longest sample has {dataset.meta.longest_tokens} tokens; give at least that, or prepare again"
+        raise UserError("batch.max_tokens", config.batch.max_tokens, fix)
+    return dataset
+
+
+def loop_settings(config: TrainerConfig, plan: Plan, ranks: Ranks) -> LoopSettings:
+    """How many steps, over which positions."""
+    per_step = ranks.num_ranks * config.batch.accumulation
+    if config.run.steps is not None:
+        total_steps, stop = config.run.steps, config.run.steps * per_step
+    else:
+        assert config.epochs is not None, "a run has steps or epochs"
+        stop = plan.micro_batches_in(config.epochs)
+        total_steps = -(-stop // per_step)
+    return LoopSettings(
+        total_steps=total_steps,
+        stop_position=stop,
+        micro_batches_per_step=per_step,
+        checkpoint_every_steps=config.run.checkpoint_every_steps,
+        simulate_every_steps=config.evaluate.every_steps or config.run.log_every_steps,
+    )
+
+
+def meet_target(config: TrainerConfig, dataset: TokenDataset) -> Target:
+    """Waits for the server and checks that the settings fit what it serves.
+
+    Raises:
+        UserError: They don't.
+        TargetUnavailableError: Nobody has answered in time.
+        TargetChangedError: The server speaks another version of the contract.
+    """
+    try:
+        described = wait_for_target(
+            config.target.addresses,
+            timeout_s=config.target.wait_timeout_s,
+            say=logger.warning,
+            call_timeout_s=config.target.connect_timeout_s,
+        )
+    except TargetAbsentError as error:
+        raise TargetUnavailableError(f"{error}; start it, or raise target.wait_timeout_s") from error
+    response = described.response
+    if response.protocol_version != PROTOCOL_VERSION:
+        raise TargetChangedError(
+            f"{described.address} speaks version {response.protocol_version} of the contract, "
+            f"this trainer {PROTOCOL_VERSION}; install the same release on both sides"
+        )
+    if config.batch.max_tokens > response.max_batch_token_count:
+        fix = f"the server takes {response.max_batch_token_count} tokens a batch; give at most that, or raise its limit"
+        raise UserError("batch.max_tokens", config.batch.max_tokens, fix)
+    check_data_fits(config, dataset, response)
+    return Target(described, resolve_wire_dtype(config, described), resolve_drafter(config, described, dataset))
+
+
+def check_data_fits(config: TrainerConfig, dataset: TokenDataset, response: pb.DescribeTargetResponse) -> None:
+    """Refuses data that the server would refuse batch by batch.
+
+    Raises:
+        UserError: A sample is too long, or a token isn't in the target's vocabulary.
+    """
+    longest, limit = dataset.meta.longest_tokens, response.max_sequence_token_count
+    if longest > limit:
+        fix = f"the longest sample has {longest} tokens and the server takes {limit}; give at most that"
+        raise UserError("data.max_length_tokens", config.data.max_length_tokens, fix)
+    largest, vocab_size = dataset.meta.largest_token_id, response.model.vocab_size
+    if largest >= vocab_size:
+        fix = (
+            f"the data has token {largest}, the target's vocabulary {vocab_size} rows; give the target's own tokenizer"
+        )
+        raise UserError("data.tokenizer", config.data.tokenizer, fix)
+
+
+def resolve_drafter(config: TrainerConfig, described: DescribedTarget, dataset: TokenDataset) -> DrafterConfig:
+    """The drafter's shape for the served target."""
+    model = described.response.model
+    mask_token_id = resolve_mask_token_id(
+        config.drafter.mask_token_id, dataset.meta.tokenizer, vocab_size=model.vocab_size
+    )
+    return resolve_drafter_config(
+        config.drafter, model, mask_token_id=mask_token_id, model_config=read_model_config(config.data.tokenizer)
+    )
+
+
+def resolve_wire_dtype(config: TrainerConfig, described: DescribedTarget) -> DType:
+    """The features' type: the target's own, which is also the only one a server gives.
+
+    Raises:
+        UserError: Another one was asked for.
+    """
+    served = DType.from_number(described.response.model.dtype)
+    wanted = WIRE_DTYPES.get(config.target.wire_dtype, served)
+    if wanted != served:
+        raise UserError("target.wire_dtype", config.target.wire_dtype, f"the target is served in {served}; give auto")
+    return served
+
+
+def stream_terms(config: TrainerConfig, target: Target, *, client_name: str) -> StreamTerms:
+    """What the streams carry, and how many batches may be on the way.
+
+    Raises:
+        UserError: The window is smaller than the largest batch.
+    """
+    terms = StreamTerms(
+        taps=target.drafter_config.target_layer_ids,
+        hidden_size=target.drafter_config.hidden_size,
+        dtype=target.wire_dtype,
+        max_batch_tokens=config.batch.max_tokens,
+        slot_count=1,
+        client_name=client_name,
+    )
+    window, batch = config.target.window_bytes, terms.max_batch_bytes
+    if window < batch:
+        fix = f"the largest batch ({config.batch.max_tokens} tokens of {terms.row_bytes} bytes) has {batch} bytes; "
+        raise UserError("target.window_bytes", window, fix + "give at least that, or lower batch.max_tokens")
+    # One in training and those requested ahead of it.
+    return dataclasses.replace(terms, slot_count=min(window // batch, config.target.requests_ahead + 1))
+
+
+def patience_of(config: TrainerConfig) -> Patience:
+    """The client's deadlines."""
+    target = config.target
+    return Patience(
+        max_attempts=target.attempts_per_batch,
+        backoff_initial_s=target.retry_backoff_s,
+        backoff_max_s=target.retry_backoff_max_s,
+        connect_timeout_s=target.connect_timeout_s,
+        stall_timeout_s=target.request_timeout_s,
+        absence_timeout_s=target.wait_timeout_s,
+    )

@@ -1,0 +1,266 @@
+"""The trainer's end: submits requests in plan order, hands filled slots over in plan order, frees them.
+
+Owns the ring, the receiver process and the order. The receiver may die at any time: what has not been handed over is
+submitted to a new one, and the batches already whole in their slots stay valid. Used by one thread.
+
+A slot's life: `submit` gives it to the receiver, `take` to the caller, `release` frees it. Submission number modulo
+slot count is the slot, and both ends keep plan order, so there's nothing to search and nothing to leak.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from drafter_trainer.client.port import Message, PortClosedError, TrainerPort
+from drafter_trainer.client.ring import Ring
+from drafter_trainer.client.terms import Patience, StreamTerms, terms_to_json
+from drafter_trainer.errors import BatchFailedError, TargetUnavailableError, TrainerError
+
+logger = logging.getLogger(__name__)
+
+# Three of the receiver's regular words missed and then some: it hangs (stopped, swapped out, broken).
+SILENCE_LIMIT_S = 30.0
+# A receiver that dies again and again without delivering anything has a defect that another start won't cure.
+MAX_BARREN_RESTARTS = 5
+WAITING_LINE_EVERY_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Submission:
+    """One micro-batch that was asked for."""
+
+    sequence: int
+    position: int
+    lengths: tuple[int, ...]
+    token_ids: bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A batch as received and checked. `payload` is valid until the slot is released."""
+
+    position: int
+    payload: memoryview
+    version_number: int
+    version_digest: str
+    replica_index: int
+    finite: bool
+    attempts: int
+
+
+class Delivery:
+    """Batches from the target's replicas, once each and in order. A context manager.
+
+    Args:
+        addresses: Fronts of the servers.
+        terms: Sizes of the run.
+        patience: Deadlines and attempts.
+
+    Raises:
+        OSError: The ring's memory isn't there.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, terms: StreamTerms, patience: Patience) -> None:
+        self._addresses = list(addresses)
+        self._terms = terms
+        self._patience = patience
+        self._ring = Ring.create(slot_bytes=terms.max_batch_bytes, slot_count=terms.slot_count)
+        self._pending: collections.deque[Submission] = collections.deque()
+        self._in_use: collections.deque[int] = collections.deque()
+        self._ready: dict[int, dict[str, Any]] = {}
+        self._submitted = self._taken = self._released = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port: TrainerPort | None = None
+        self._barren_restarts = 0
+        self._said_s = float("-inf")
+
+    def __enter__(self) -> Delivery:
+        self._start_receiver()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_receiver()
+        self._ring.close()
+
+    @property
+    def free_slots(self) -> int:
+        """Requests that may be submitted now."""
+        return self._terms.slot_count - (self._submitted - self._released)
+
+    @property
+    def ring_view(self) -> memoryview:
+        """The ring's memory, for pinning it."""
+        return self._ring.whole()
+
+    @property
+    def receiver_pid(self) -> int | None:
+        """Process id of the receiver, for people and tests."""
+        return self._process.pid if self._process is not None else None
+
+    def submit(self, *, position: int, lengths: Sequence[int], token_ids: bytes) -> None:
+        """Asks for the next micro-batch in plan order; needs a free slot. Does not wait.
+
+        Args:
+            position: Place in the plan, for messages.
+            lengths: Tokens of each sequence.
+            token_ids: int32 little-endian, the sequences one after the other.
+        """
+        assert self.free_slots > 0, "submit without a free slot"
+        item = Submission(sequence=self._submitted, position=position, lengths=tuple(lengths), token_ids=token_ids)
+        self._submitted += 1
+        self._pending.append(item)
+        try:
+            self._send(item)
+        except PortClosedError as error:
+            self._restart_receiver(str(error))
+
+    def take(self) -> Slot:
+        """The next batch in plan order. Waits for it; the patience given bounds how long.
+
+        Raises:
+            BatchFailedError: It failed on every attempt.
+            TargetUnavailableError: No replica for too long.
+        """
+        assert self._taken < self._submitted, "take without a submission"
+        heard_s = time.monotonic()
+        while self._taken not in self._ready:
+            try:
+                message = self._open_port().receive(1.0)
+                if message is not None:
+                    heard_s = time.monotonic()
+                    self._hear(message)
+                elif time.monotonic() - heard_s > SILENCE_LIMIT_S:
+                    raise PortClosedError(f"receiver process silent for {SILENCE_LIMIT_S:g} s")
+            except PortClosedError as error:
+                self._restart_receiver(str(error))
+                heard_s = time.monotonic()
+        return self._hand_over()
+
+    def release(self, slot: Slot) -> None:
+        """The batch is consumed and nothing reads it any more; slots are released in the order of their taking."""
+        assert self._released < self._taken, "release without a slot taken"
+        assert slot.position == self._in_use.popleft(), "slots are released in the order of their taking"
+        self._released += 1
+
+    def _hand_over(self) -> Slot:
+        ready, item = self._ready.pop(self._taken), self._pending.popleft()
+        assert item.sequence == self._taken
+        index = self._taken % self._terms.slot_count
+        self._taken += 1
+        self._in_use.append(item.position)
+        return Slot(
+            position=item.position,
+            payload=self._ring.slot(index, sum(item.lengths) * self._terms.row_bytes),
+            version_number=ready["version"][0],
+            version_digest=ready["version"][1],
+            replica_index=ready["replica"],
+            finite=ready["finite"],
+            attempts=ready["attempts"],
+        )
+
+    def _hear(self, message: Message) -> None:
+        header, _ = message
+        if header["kind"] == "ready":
+            self._ready[header["sequence"]] = header
+            self._barren_restarts = 0
+        elif header["kind"] == "alive":
+            self._say_waiting(header)
+        else:
+            raise delivery_error(header)
+
+    def _say_waiting(self, alive: dict[str, Any]) -> None:
+        now_s = time.monotonic()
+        if alive["absent_s"] > 0 and alive["owed"] and now_s - self._said_s >= WAITING_LINE_EVERY_S:
+            self._said_s = now_s
+            limit_s = self._patience.absence_timeout_s
+            logger.warning("no replica for %.0f s of at most %.0f s (%s)", alive["absent_s"], limit_s, alive["reasons"])
+
+    def _send(self, item: Submission) -> None:
+        header = {
+            "kind": "submit",
+            "sequence": item.sequence,
+            "position": item.position,
+            "slot": item.sequence % self._terms.slot_count,
+            "lengths": item.lengths,
+        }
+        self._open_port().send(header, item.token_ids)
+
+    def _open_port(self) -> TrainerPort:
+        assert self._port is not None, "delivery is not open"
+        return self._port
+
+    def _start_receiver(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptors = (self._ring.descriptor, theirs.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "drafter_trainer.client.receiver", *map(str, descriptors)],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                # A Ctrl-C at the terminal is the trainer's to answer: it still needs batches to finish its step.
+                start_new_session=True,
+            )
+        self._port = TrainerPort(ours)
+        setup = {
+            "kind": "setup",
+            "addresses": self._addresses,
+            "terms": terms_to_json(self._terms),
+            "patience": dataclasses.asdict(self._patience),
+            "slot_bytes": self._ring.slot_bytes,
+        }
+        self._port.send(setup)
+
+    def _restart_receiver(self, reason: str) -> None:
+        """Replaces a dead receiver; asks it for everything that isn't whole yet.
+
+        Raises:
+            TrainerError: It has died too often without delivering.
+        """
+        while True:
+            self._barren_restarts += 1
+            if self._barren_restarts > MAX_BARREN_RESTARTS:
+                raise TrainerError(f"the receiver process died {MAX_BARREN_RESTARTS} times in a row: {reason}")
+            logger.warning("receiver process restarted: %s", reason)
+            self._stop_receiver(grace_s=0.0)
+            try:
+                self._start_receiver()
+                for item in self._pending:
+                    if item.sequence not in self._ready:
+                        self._send(item)
+                return
+            except PortClosedError as error:
+                reason = str(error)
+
+    def _stop_receiver(self, *, grace_s: float = 2.0) -> None:
+        """Ends the receiver; no slot is written to afterwards."""
+        if self._port is not None:
+            self._port.close()  # the receiver ends by itself
+            self._port = None
+        if self._process is not None:
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+
+def delivery_error(failed: dict[str, Any]) -> TrainerError:
+    """What the receiver gave up on, as the trainer's exception."""
+    if failed["position"] is None:
+        return TargetUnavailableError(failed["reason"])
+    attempts = "; ".join(f"{number}. {why}" for number, why in enumerate(failed["reasons"], 1))
+    return BatchFailedError(f"batch at plan position {failed['position']}: {failed['reason']} ({attempts})")

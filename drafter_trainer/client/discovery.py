@@ -1,0 +1,128 @@
+"""Who serves the target, and where: addresses, channels, `DescribeTarget`, waiting for a server that isn't there yet.
+
+A front is asked by its configured address; it names its replicas. A replica that gives no host is reached under the
+host of the front that named it (a server bound to 0.0.0.0 can't know how others reach it).
+
+No torch here; the receiver imports this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+from target_wire.channel import channel_options
+from target_wire.v1 import target_pb2 as pb
+from target_wire.v1 import target_pb2_grpc as pb_grpc
+
+from drafter_trainer.client.failures import CallFailure, reason_of
+
+WAITING_LINE_EVERY_S = 10.0
+POLL_EVERY_S = 0.5
+
+_HOST_PORT = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})")
+
+
+def check_address(address: str) -> str:
+    """Returns the address when it's HOST:PORT, [IPV6]:PORT or unix:/PATH.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if address.startswith("unix:/") and len(address) > len("unix:/"):
+        return address
+    match = _HOST_PORT.fullmatch(address)
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        raise ValueError(f"{address!r} is not an address; give HOST:PORT, [IPV6]:PORT or unix:/PATH")
+    return address
+
+
+def replica_address(front_address: str, replica: pb.Replica) -> str:
+    """Where a replica is reached by one who reached its front at ``front_address``.
+
+    `address` is "unix:/path", "HOST:PORT", or has an empty host (""  or ":PORT"), which stands for the front's.
+    """
+    if replica.address.startswith("unix:"):
+        return replica.address
+    host, _, port = replica.address.rpartition(":")
+    if host:
+        return replica.address
+    front_host = front_address.rpartition(":")[0] if not front_address.startswith("unix:") else "localhost"
+    return f"{front_host}:{port or replica.port}"
+
+
+def serving_addresses(front_address: str, description: pb.DescribeTargetResponse) -> list[str]:
+    """Endpoints of the replicas that serve now."""
+    serving = (r for r in description.replicas if r.state == pb.REPLICA_STATE_SERVING)
+    return [replica_address(front_address, replica) for replica in serving]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel for one stream."""
+    return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+async def describe(address: str, *, timeout_s: float) -> pb.DescribeTargetResponse:
+    """Asks one front.
+
+    Raises:
+        grpc.aio.AioRpcError: It doesn't answer within ``timeout_s`` seconds, or not with a description.
+    """
+    async with open_channel(address) as channel:
+        stub = pb_grpc.TargetFrontServiceStub(channel)
+        return await stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=timeout_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedTarget:
+    """A front's answer and which front gave it."""
+
+    address: str
+    response: pb.DescribeTargetResponse
+
+
+class TargetAbsentError(Exception):
+    """No configured front has answered in time."""
+
+
+def wait_for_target(
+    addresses: Sequence[str], *, timeout_s: float, say: Callable[[str], None], call_timeout_s: float = 5.0
+) -> DescribedTarget:
+    """Asks the fronts in turn until one describes the target; says every ten seconds what it waits for. Blocks.
+
+    Args:
+        addresses: Fronts, already checked.
+        timeout_s: Longest wait.
+        say: Takes one plain line.
+        call_timeout_s: Deadline of one call.
+
+    Raises:
+        TargetAbsentError: Nobody has described the target within ``timeout_s`` seconds.
+    """
+    started_s = time.monotonic()
+    said_s = float("-inf")
+    failures: dict[str, CallFailure] = {}
+    while True:
+        for address in addresses:
+            try:
+                return DescribedTarget(address, describe_blocking(address, timeout_s=call_timeout_s))
+            except grpc.RpcError as error:
+                failures[address] = reason_of(error)
+        now_s = time.monotonic()
+        reasons = "; ".join(f"{address}: {failure}" for address, failure in failures.items())
+        if now_s - started_s >= timeout_s:
+            raise TargetAbsentError(f"no target-server within {timeout_s:g} s ({reasons})")
+        if now_s - said_s >= WAITING_LINE_EVERY_S:
+            said_s = now_s
+            say(f"waiting for the target-server for {now_s - started_s:.0f} s of at most {timeout_s:g} s ({reasons})")
+        time.sleep(min(POLL_EVERY_S, max(timeout_s - (now_s - started_s), 0.0)))
+
+
+def describe_blocking(address: str, *, timeout_s: float) -> pb.DescribeTargetResponse:
+    """As ``describe``, for the trainer's own thread."""
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        stub = pb_grpc.TargetFrontServiceStub(channel)
+        return stub.DescribeTarget(pb.DescribeTargetRequest(), timeout=timeout_s)

@@ -1,0 +1,142 @@
+"""Runs a training from its settings to its summary: ``run_training`` is what `drafter-trainer train` calls.
+
+The order is that of cost: settings, data, server, checkpoint, weights, streams. The parts are built in ``blueprint``
+and ``learner``; the loop is ``trainer``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from drafter_trainer.blueprint import Blueprint, check_settings, draw_blueprint, patience_of, prepare_machine
+from drafter_trainer.checkpoint import CheckpointStore
+from drafter_trainer.client.delivery import Delivery
+from drafter_trainer.config import TrainerConfig
+from drafter_trainer.errors import TrainerError, UserError
+from drafter_trainer.feed import Feed, FeedSettings
+from drafter_trainer.heads import HeadShelf
+from drafter_trainer.learner import build_learner, load_checkpoint
+from drafter_trainer.recorder import Learner, Recorder, RecorderSettings
+from drafter_trainer.run_dir import write_provenance
+from drafter_trainer.signals import stop_on_signals
+from drafter_trainer.trainer import StepEngine, StepSettings, TrainLoop
+
+__all__ = ["run_training"]
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(config: TrainerConfig) -> bool:
+    """Trains as configured, from the latest checkpoint if there's one. Call it in the main thread (signals).
+
+    Returns:
+        Whether the run is finished; False when it was asked to stop before, with a checkpoint to go on from.
+
+    Raises:
+        UserError: A mistake in what the user gave.
+        TrainerError: Anything else that ends the run; the message says how to go on.
+    """
+    run_dir = check_settings(config)
+    machine = prepare_machine(config)
+    try:
+        blueprint = draw_blueprint(config, run_dir=run_dir, machine=machine)
+        store = CheckpointStore(run_dir.checkpoints, keep=config.run.keep_checkpoints)
+        heads = build_heads(blueprint)
+        learner = build_learner(blueprint, heads, load_checkpoint(blueprint, store))
+        return train(blueprint, heads, learner, store)
+    except UserError:
+        raise
+    except TrainerError as error:
+        raise type(error)(f"{error}. To go on, run the same command again with run.dir {run_dir.root}") from error
+    finally:
+        machine.ranks.leave()
+
+
+def train(blueprint: Blueprint, heads: HeadShelf, learner: Learner, store: CheckpointStore) -> bool:
+    """Opens the streams and the records, and walks the steps. Returns whether the run is finished."""
+    config, ranks = blueprint.config, blueprint.machine.ranks
+    blueprint.run_dir.root.mkdir(parents=True, exist_ok=True)
+    if ranks.is_first:
+        write_provenance(blueprint.run_dir, config=config.model_dump(mode="json"), target=blueprint.target.facts)
+    recorder = Recorder(
+        blueprint.run_dir, store=store, learner=learner, ranks=ranks, settings=recorder_settings(blueprint)
+    )
+    delivery = Delivery(config.target.addresses, terms=blueprint.terms, patience=patience_of(config))
+    with recorder, stop_on_signals() as should_stop, delivery:
+        loop = build_loop(blueprint, heads, learner, delivery, recorder)
+        finished = loop.run(learner.progress, should_stop=should_stop)
+        recorder.summarise(learner.progress, finished=finished)
+    return finished
+
+
+def build_heads(blueprint: Blueprint) -> HeadShelf:
+    """The target's frozen ends."""
+    machine = blueprint.machine
+    return HeadShelf(
+        blueprint.config.target.addresses,
+        cache_dir=blueprint.run_dir.heads,
+        device=machine.device,
+        dtype=machine.compute_dtype,
+    )
+
+
+def build_loop(
+    blueprint: Blueprint, heads: HeadShelf, learner: Learner, delivery: Delivery, recorder: Recorder
+) -> TrainLoop:
+    """The loop with its feed and engine."""
+    machine, terms = blueprint.machine, blueprint.terms
+    feed = Feed(
+        blueprint.plan,
+        delivery,
+        FeedSettings(
+            start=learner.progress.position,
+            stop=blueprint.loop.stop_position,
+            rank=machine.ranks.rank,
+            num_ranks=machine.ranks.num_ranks,
+            wire_dtype=terms.dtype,
+            feature_width=len(terms.taps) * terms.hidden_size,
+            device=machine.device,
+        ),
+    )
+    engine = StepEngine(
+        learner.drafter,
+        optimizer=learner.optimizer,
+        feed=feed,
+        heads=heads,
+        ranks=machine.ranks,
+        settings=step_settings(blueprint),
+    )
+    return TrainLoop(
+        engine, feed=feed, guard=learner.guard, ranks=machine.ranks, watcher=recorder, settings=blueprint.loop
+    )
+
+
+def step_settings(blueprint: Blueprint) -> StepSettings:
+    """The settings of a step's arithmetic."""
+    config, machine = blueprint.config, blueprint.machine
+    return StepSettings(
+        seed=config.run.seed,
+        num_anchors=config.anchors.num_anchors,
+        block_size=blueprint.target.drafter_config.block_size,
+        gamma=config.gamma if config.loss.type == "ce" else None,
+        dpace_alpha=config.loss.dpace_alpha if config.loss.type == "dpace" else None,
+        chunk_rows=config.loss.chunk_rows,
+        compute_dtype=machine.compute_dtype,
+        device=machine.device,
+    )
+
+
+def recorder_settings(blueprint: Blueprint) -> RecorderSettings:
+    """How often records are made, and the facts in them."""
+    config = blueprint.config
+    return RecorderSettings(
+        total_steps=blueprint.loop.total_steps,
+        log_every_steps=config.run.log_every_steps,
+        tensorboard=config.run.tensorboard,
+        identity=blueprint.identity,
+        facts={
+            "target": blueprint.target.facts,
+            "drafter_config": blueprint.target.drafter_config.to_json(),
+            "config": config.model_dump(mode="json"),
+        },
+    )

@@ -1,0 +1,146 @@
+"""Builds what training changes (weights, optimizer, counters), fresh or from a checkpoint.
+
+Owns the decision whether a checkpoint may be gone on from: what would silently change the training is refused, field by
+field, unless the user names the field in ``run.allow_changed``.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from drafter_trainer.blueprint import Blueprint
+from drafter_trainer.checkpoint import Checkpoint, CheckpointStore, differences
+from drafter_trainer.config import TrainerConfig
+from drafter_trainer.errors import UserError
+from drafter_trainer.guard import StepGuard
+from drafter_trainer.heads import HeadShelf
+from drafter_trainer.model import Drafter
+from drafter_trainer.optim import OptimSettings, build_optimizer
+from drafter_trainer.recorder import Learner
+from drafter_trainer.trainer import Progress
+
+__all__ = ["build_learner", "load_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_checkpoint(blueprint: Blueprint, store: CheckpointStore) -> Checkpoint | None:
+    """The checkpoint to go on from; None for a fresh start.
+
+    Raises:
+        UserError: ``run.resume`` and the run directory don't go together, or the checkpoint is of another training.
+        CheckpointError: Every checkpoint is damaged.
+    """
+    run = blueprint.config.run
+    if run.resume == "never":
+        if store.paths() or blueprint.run_dir.metrics.exists():
+            raise UserError("run.dir", run.dir, "it has a run in it and run.resume is never; give an empty directory")
+        return None
+    saved = store.load_latest()
+    if saved is None:
+        if run.resume == "require":
+            raise UserError(
+                "run.resume", "require", f"{run.dir} has no checkpoint; give the directory of a run, or auto"
+            )
+        return None
+    check_unchanged(blueprint, saved)
+    logger.info("going on after step %d (plan position %d)", saved.step, saved.position)
+    return saved
+
+
+def check_unchanged(blueprint: Blueprint, saved: Checkpoint) -> None:
+    """Refuses a checkpoint of another training.
+
+    Raises:
+        UserError: Names every field that differs, with both values.
+    """
+    changed = differences(saved.identity, blueprint.identity)
+    allowed = blueprint.config.run.allow_changed
+    unknown = [name for name in allowed if name not in blueprint.identity]
+    if unknown:
+        fix = "no such field; a refused resume lists the names"
+        raise UserError("run.allow_changed", ",".join(unknown), fix)
+    refused = {name: values for name, values in changed.items() if name not in allowed}
+    if refused:
+        diff = "; ".join(f"{name} was {before!r}, is {now!r}" for name, (before, now) in refused.items())
+        fix = f"the checkpoint there is of another training: {diff}. Give the old values, another run.dir, or name "
+        fix += f"what may change: --run.allow_changed {','.join(refused)}"
+        raise UserError("run.dir", blueprint.config.run.dir, fix)
+    for name, (before, now) in changed.items():
+        logger.warning("%s was %r and is %r now, as run.allow_changed permits", name, before, now)
+
+
+def build_learner(blueprint: Blueprint, heads: HeadShelf, saved: Checkpoint | None) -> Learner:
+    """Weights, optimizer, counters.
+
+    Args:
+        blueprint: The run.
+        heads: For initial weights that suit the target's head.
+        saved: What to go on from, or None.
+    """
+    config, machine = blueprint.config, blueprint.machine
+    drafter = Drafter(blueprint.target.drafter_config)
+    if saved is None:
+        initialise(drafter, config, blueprint, heads)
+    drafter.to(machine.device)
+    optimizer = build_optimizer(drafter, optim_settings(config, blueprint.loop.total_steps))
+    counters: dict[str, int] = {}
+    progress = Progress()
+    if saved is not None:
+        drafter.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.optimizer)
+        counters = saved.counters
+        progress = Progress(saved.step, saved.position, counters["tokens"])
+    machine.ranks.copy_from_first(drafter.state_dict().values())
+    guard = StepGuard(
+        max_in_a_row=config.optim.max_skipped_steps,
+        skipped=counters.get("skipped", 0),
+        in_a_row=counters.get("skipped_in_a_row", 0),
+    )
+    return Learner(drafter=drafter, optimizer=optimizer, guard=guard, progress=progress)
+
+
+def initialise(drafter: Drafter, config: TrainerConfig, blueprint: Blueprint, heads: HeadShelf) -> None:
+    """First weights: drawn from the seed, or those of ``drafter.init_from``."""
+    if config.drafter.init_from is not None:
+        load_weights(drafter, config.drafter.init_from)
+        return
+    head = heads.head(blueprint.target.version).to("cpu", torch.float32)
+    drafter.initialise(head, torch.Generator().manual_seed(config.run.seed))
+
+
+def load_weights(drafter: Drafter, directory: Path) -> None:
+    """Takes over the weights of an exported drafter or a checkpoint.
+
+    Raises:
+        UserError: There are none, or they are of another shape.
+    """
+    path = directory / "model.safetensors"
+    try:
+        drafter.load_state_dict({name: tensor.float() for name, tensor in load_file(path).items()})
+    except OSError as error:
+        fix = f"no weights there ({error.strerror or error}); give the directory that holds model.safetensors"
+        raise UserError("drafter.init_from", directory, fix) from error
+    except RuntimeError as error:
+        fix = f"its weights don't fit this drafter: {str(error).splitlines()[-1].strip()}"
+        raise UserError("drafter.init_from", directory, fix) from error
+
+
+def optim_settings(config: TrainerConfig, total_steps: int) -> OptimSettings:
+    """The optimizer's settings."""
+    optim = config.optim
+    return OptimSettings(
+        lr=optim.lr,
+        total_steps=total_steps,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        schedule=optim.schedule,
+        warmup_share=optim.warmup_ratio,
+        final_factor=optim.min_lr_ratio,
+        max_grad_norm=optim.clip_norm,
+    )
