@@ -104,9 +104,10 @@ class ChatTokenizer:
         prompt_ids, answer_ids = self._encode(prompt, body + self._emitted_part(closing))
         if not _squeeze(lead_in) or not tail.startswith(lead_in) or _brings(answer, lead_in):
             return prompt_ids, answer_ids
-        # A token that lies across the end of the lead-in belongs to the answer: the model emits it whole.
-        led = _common_prefix(self._ids(prompt + lead_in), prompt_ids + answer_ids) - len(prompt_ids)
-        return prompt_ids + answer_ids[: max(led, 0)], answer_ids[max(led, 0) :]
+        led = 0
+        while led < len(answer_ids) and lead_in.startswith(self._text(answer_ids[: led + 1])):
+            led += 1  # a token that lies across the end belongs to the answer: the model emits it whole
+        return prompt_ids + answer_ids[:led], answer_ids[led:]
 
     def _probe(self, conversation: Conversation, before: tuple[dict[str, Any], ...], prompt: str) -> tuple[str, str]:
         """What the template puts between prompt and answer, and after the answer."""
@@ -144,9 +145,13 @@ class ChatTokenizer:
             return prompt_ids, all_ids[len(prompt_ids) :]
         # Tokenised whole, a token lies across the border; serving tokenises the prompt alone.
         answer_ids = self._ids(answer)
-        if self._tokenizer.decode(prompt_ids + answer_ids) != self._tokenizer.decode(all_ids):
+        if self._text(prompt_ids + answer_ids) != self._text(all_ids):
             raise DroppedError(DropReason.UNSTABLE_BORDER, f"{prompt[-20:]!r} before {answer[:20]!r}")
         return prompt_ids, answer_ids
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -170,8 +175,3 @@ def _brings(answer: Mapping[str, Any], lead_in: str) -> bool:
 def _squeeze(text: str) -> str:
     """Without white space, which templates trim and add."""
     return "".join(text.split())
-
-
-def _common_prefix(one: list[int], other: list[int]) -> int:
-    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differing, min(len(one), len(other)))
