@@ -107,7 +107,7 @@ def unusual_frames(draw: st.DrawFn) -> bytes:
         st.builds(lambda value: field(2, 0, varint(value)), INT64),
         st.builds(lambda value: field(3, 5, value.to_bytes(4, "little")), CRC),
         st.builds(lambda value: delimited(16, value), st.binary(max_size=20)),
-        st.builds(lambda number, value: delimited(number, value), st.integers(4, 3000), st.binary(max_size=9)),
+        st.builds(delimited, st.integers(4, 3000), st.binary(max_size=9)),
         st.builds(lambda number, value: field(number, 0, varint(value)), st.integers(17, 3000), INT64),
         st.builds(lambda value: field(1, 5, value), st.binary(min_size=4, max_size=4)),
     )

@@ -84,7 +84,7 @@ def test_open_at_the_edge_of_what_is_allowed(changes: dict) -> None:
         ({"protocol_version": 2}, Code.FAILED_PRECONDITION, Reason.PROTOCOL_MISMATCH, "this server speaks 1"),
         ({"taps": []}, Code.INVALID_ARGUMENT, Reason.BAD_REQUEST, "taps []"),
         ({"taps": [1, 5, 1]}, Code.INVALID_ARGUMENT, Reason.BAD_REQUEST, "taps [1, 5, 1]: name each layer once"),
-        # Case 35: a tap that names no block, from either end.
+        # A tap that names no block, from either end.
         ({"taps": [1, 30]}, Code.INVALID_ARGUMENT, Reason.TAP_OUT_OF_RANGE, "taps 30: the target has layers 0 to 29"),
         ({"taps": [-1]}, Code.INVALID_ARGUMENT, Reason.TAP_OUT_OF_RANGE, "taps -1"),
         ({"dtype": 3}, Code.INVALID_ARGUMENT, Reason.DTYPE_MISMATCH, "dtype float32: the target is served in bfloat16"),
