@@ -1,8 +1,9 @@
 """Counts what block decoding accepted, whether it was real or simulated.
 
-Owns the definition of acceptance length, so that training metrics, evaluation and reports can't differ: tokens emitted
-by verification rounds ÷ verification rounds, the bonus token of each round included, over all sequences (micro), and the
-mean of the sequences' own (macro). The token that comes out of the prefill is no round's and is not counted.
+Owns the definition of acceptance length, so that training metrics, evaluation and reports can't differ: tokens
+emitted by verification rounds ÷ verification rounds, the bonus token of each round included, over all sequences
+(micro), and the mean of the sequences' own (macro). The token that comes out of the prefill is no round's and is not
+counted.
 
 Pure arithmetic on counts: no tensors, no model.
 """

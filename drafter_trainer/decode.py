@@ -1,8 +1,8 @@
 """Greedy decoding of a target in this process: plain, and with blocks from a drafter.
 
-Owns the loop that drafts, verifies, accepts and takes back. Block decoding must emit exactly what plain greedy decoding
-emits: a drafter changes how fast, never what. In bfloat16 the target's own kernels round one row and a block of rows
-differently, so two logits closer than that rounding may swap; `divergence.py` tells such ties from errors.
+Owns the loop that drafts, verifies, accepts and takes back. Block decoding must emit exactly what plain greedy
+decoding emits: a drafter changes how fast, never what. In bfloat16 the target's own kernels round one row and a block
+of rows differently, so two logits closer than that rounding may swap; `divergence.py` tells such ties from errors.
 
 One round at anchor position s, the last emitted token, whose features do not exist yet:
 
@@ -155,7 +155,9 @@ def decode_blocks(
     Args:
         runner: The target, tapped at the drafter's `target_layer_ids`.
         drafter: The drafter and head; restarted here.
-        prompt_ids, max_new_tokens, eos_ids: As for `decode_plain`.
+        prompt_ids: As for `decode_plain`.
+        max_new_tokens: As for `decode_plain`.
+        eos_ids: As for `decode_plain`.
     """
     _check(prompt_ids, max_new_tokens)
     if runner.target_layer_ids != drafter.drafter.config.target_layer_ids:
@@ -200,7 +202,7 @@ def _accept(drafts: list[int], said: list[int], *, left: int, eos_ids: Collectio
 
 
 def _argmax(logits_RV: Tensor) -> Tensor:
-    """Greedy tokens int64 [R]; the lowest id of equals. Float32 first: bfloat16 `argmax` is many times slower on a CPU."""
+    """Greedy tokens int64 [R]; lowest id of equals. In float32: bfloat16 `argmax` takes thrice as long on a CPU."""
     return logits_RV.float().argmax(dim=-1)
 
 

@@ -1,10 +1,10 @@
 """Tells a tie from an error where two greedy decodings of one target part.
 
 Owns the comparison of two answers and the measurement at their first difference. Decoding one row at a time and in
-blocks runs different kernels; their sums are rounded in a different order. In float32 that moves a logit by about 1e-6 of
-its size and answers are equal. In bfloat16 (8 significant bits) it moves logits by units in the last place, and where the
-two best logits are that close, either is a right greedy choice. From there on the answers differ entirely, so only the
-first difference says anything.
+blocks runs different kernels; their sums are rounded in a different order. In float32 that moves a logit by about
+1e-6 of its size and answers are equal. In bfloat16 (8 significant bits) it moves logits by units in the last place,
+and where the two best logits are that close, either is a right greedy choice. From there on the answers differ
+entirely, so only the first difference says anything.
 
 Shapes: V vocab.
 """
@@ -23,8 +23,8 @@ from drafter_trainer.target_runner import TargetRunner
 __all__ = ["TIE_ULPS", "Divergence", "explain_divergence", "first_difference"]
 
 TIE_ULPS = 4.0
-"""Widest gap that counts as a tie, in units in the last place. A final hidden row that is rounded to the last place in each
-of its entries moves a logit by one or two; a wrong cache, position or feature moves it by tens."""
+"""Widest gap of a tie, in units in the last place. Rounding each entry of the final hidden row moves a logit by one or
+two; a wrong cache, position or feature moves it by tens."""
 
 
 @dataclass(frozen=True)

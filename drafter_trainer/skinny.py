@@ -1,13 +1,14 @@
 """Linear layers on few rows: the fastest of a few equivalent forms, measured once.
 
-Owns the forward of a frozen model's `nn.Linear` modules while decoding at batch 1, where a forward has 1 to 16 rows and
-costs what reading the weights costs. Must never run under autograd, and never change what is computed: every form
+Owns the forward of a frozen model's `nn.Linear` modules while decoding at batch 1, where a forward has 1 to 16 rows
+and costs what reading the weights costs. Must never run under autograd, and never change what is computed: every form
 multiplies the same values and accumulates in float32.
 
-The facts that force it (AVX2 without bfloat16 instructions, torch 2.13, weight 49152 x 576, one thread): `F.linear` on 8
-float32 rows takes 60 ms because the BLAS repacks the weight for each call, `mm(weight, rows.T)` 14 to 34 ms; three rows
-so take longer than four. Bfloat16 costs 16 ms *a row*, while a float32 copy of the weight costs what float32 costs. A CPU
-with AMX or AVX512-BF16 prefers the native form, so nothing is assumed: the forms are timed where they run.
+The facts that force it (AVX2 without bfloat16 instructions, torch 2.13, weight 49152 x 576, one thread): `F.linear`
+on 8 float32 rows takes 60 ms because the BLAS repacks the weight for each call, `mm(weight, rows.T)` 14 to 34 ms;
+three rows so take longer than four. Bfloat16 costs 16 ms *a row*, while a float32 copy of the weight costs what
+float32 costs. A CPU with AMX or AVX512-BF16 prefers the native form, so nothing is assumed: the forms are timed where
+they run.
 
 One choice is made per (weight shape, dtype, rows) and kept, so results of one process do not depend on timing noise
 within it. Plain and block decoding share the table, so that their comparison is fair.
@@ -118,7 +119,7 @@ class LinearForms:
     def measure(self, weights: Iterable[Tensor], rows: Iterable[int]) -> None:
         """Choose a form for every (shape, dtype) among `weights` at each of `rows` that has none yet.
 
-        Weights that are not on the CPU are left alone. Takes about a second for a 135 M parameter model and two row counts.
+        Weights that are not on the CPU are left alone. Takes some seconds for a model of 135 M parameters.
         """
         by_shape: dict[tuple[int, int, torch.dtype], list[Tensor]] = defaultdict(list)
         for weight_OI in weights:
@@ -168,7 +169,7 @@ class SkinnyLinear:
     def install(self) -> None:
         """Replace the forwards."""
         for module in self._linears:
-            module.forward = self._replacement(module)  # type: ignore[method-assign]
+            module.forward = self._replacement(module)  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
         """Put the class's own forward back; harmless when nothing is installed."""

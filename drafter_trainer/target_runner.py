@@ -1,12 +1,13 @@
 """A frozen target in this process, driven token by token with a KV cache: the target's side of decoding.
 
-Owns the cache of one sequence: prefill, extension by a few rows, and taking rows back after a rejected draft. Owns the
-hooks that keep the tapped blocks' outputs, and nothing of the other blocks'. Must never sample: it hands out logits.
+Owns the cache of one sequence: prefill, extension by a few rows, and taking rows back after a rejected draft. Owns
+the hooks that keep the tapped blocks' outputs, and nothing of the other blocks'. Must never sample: it hands out
+logits.
 
-Taking rows back differs by layer. Attention layers crop their last keys (transformers counts rows to remove, negatively);
-sliding layers must be told beforehand to keep what leaves the window. Recurrent layers (linear attention, Mamba) can't
-undo a step at all, and transformers' own `crop` leaves their state wrong without an error: they are copied before a
-block is run, put back, and the rows that stay are run again.
+Taking rows back differs by layer. Attention layers crop their last keys (transformers counts rows to remove,
+negatively); sliding layers must be told beforehand to keep what leaves the window. Recurrent layers (linear
+attention, Mamba) can't undo a step at all, and transformers' own `crop` leaves their state wrong without an error:
+they are copied before a block is run, put back, and the rows that stay are run again.
 
 Shapes: R rows, L taps, D hidden, C = L*D, V vocab.
 """
@@ -42,7 +43,7 @@ class Rows:
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     """Return the decoder blocks of any transformers causal LM, text part of a multimodal one included."""
-    return model.get_decoder().layers  # type: ignore[operator, no-any-return, union-attr]
+    return model.get_decoder().layers  # type: ignore[operator, no-any-return]
 
 
 class TargetRunner:

@@ -1,12 +1,12 @@
 """Acceptance without a target: walks known answers as block decoding would walk them.
 
-Owns the simulation. Given an answer that is (near) what the target would say and the target's features for it, a round at
-an anchor drafts a block and counts how far it agrees with the answer; the next anchor is the token after the accepted
-prefix, as in decoding. Averaging over all positions instead counts easy stretches, which decoding jumps over, as often as
-hard ones: it gave 2.11 where decoding gave 1.64.
+Owns the simulation. Given an answer that is (near) what the target would say and the target's features for it, a
+round at an anchor drafts a block and counts how far it agrees with the answer; the next anchor is the token after the
+accepted prefix, as in decoding. Averaging over all positions instead counts easy stretches, which decoding jumps
+over, as often as hard ones: it gave 2.11 where decoding gave 1.64.
 
-All sequences walk at once: each step runs the blocks of every sequence that is not done in one forward, over context keys
-and values computed once.
+All sequences walk at once: each step runs the blocks of every sequence that is not done in one forward, over context
+keys and values computed once.
 
 Shapes: T packed context tokens, C taps * D, S sequences still walking, K block, E hidden, V vocab.
 """
@@ -87,7 +87,7 @@ def walk(
     size = block_size or drafter.config.block_size
     if not 2 <= size <= drafter.config.block_size:
         raise ValueError(f"block_size {size} is not from 2 to {drafter.config.block_size}, the trained block size")
-    documents = batch.micro.input_ids_T.cpu().split(list(lengths))
+    documents = batch.micro.input_ids_T.cpu().split(list(lengths))  # type: ignore[no-untyped-call]
     walkers = list(_walkers(lengths, batch.micro.loss_mask_T))
     context = _context(drafter, batch.features_TC.to(head.device), lengths)
     while walking := [w for w in walkers if w.left > 0]:
@@ -107,7 +107,7 @@ def walk(
 
 def _walkers(lengths: Sequence[int], loss_mask_T: Tensor) -> Iterator[_Walker]:
     # Spans are sought document by document: packed neighbours may both be supervised where they touch.
-    for document, mask in enumerate(loss_mask_T.split(list(lengths))):
+    for document, mask in enumerate(loss_mask_T.split(list(lengths))):  # type: ignore[no-untyped-call]
         for start, end in answer_spans(mask):
             # Nothing predicts a document's first token: an answer that starts there is walked from its second.
             yield _Walker(document, max(start, 1), end, [])

@@ -19,7 +19,7 @@ from drafter_trainer.types import MicroBatch, TrainBatch, Version
 
 
 class ScriptedDrafter(BlockDrafter):
-    """Drafts the known answer right in the first few slots and wrong behind them: round i gets `right[i]` slots right."""
+    """Drafts the known answer, right in the first `right[i]` slots of round i and wrong behind them."""
 
     def __init__(self, drafter: Drafter, head: TargetHead, answer: Sequence[int], right: Sequence[int]) -> None:
         super().__init__(drafter, head)

@@ -1,6 +1,7 @@
 """Training and decoding are the same computation: the test that catches shifts, leaks and wrong masks.
 
-A drafter that is good in training and poor in decoding has, so far, always had one of these faults (cases 38, 39, 40, 55).
+A drafter that is good in training and poor in decoding has, so far, always had one of these faults (cases 38, 39, 40,
+55).
 """
 
 from __future__ import annotations
