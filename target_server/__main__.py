@@ -1,4 +1,7 @@
-"""`target-server serve | status`: parses, prints, exits. 0 done, 2 a mistake of the user (one line), 1 anything else."""
+"""`target-server serve | status`: parses, prints, exits.
+
+Exit codes: 0 done, 2 a mistake of the user (one line on stderr), 1 anything else.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 # Replicas are started by exec: gRPC's fork handlers would only warn about its threads. Read when grpc is imported.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
+from target_server.config import ArgumentParser, add_config_flags, load_config, resolved_lines
 from target_server.errors import ReplicaStartError, UserError
+from target_server.front import serve
+from target_server.status import print_status
 
 __all__ = ["main"]
 
@@ -24,8 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, flags = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.command == "serve":
             return _serve(arguments, flags)
-        from target_server.status import print_status
-
         return print_status(arguments.address, as_json=arguments.json, timeout_s=arguments.timeout)
     except UserError as error:
         print(f"target-server: {error}", file=sys.stderr)
@@ -36,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    from target_server.config import ArgumentParser, add_config_flags
-
     parser = ArgumentParser(prog="target-server", description="Serves a frozen target's hidden states.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="serve|status")
     serve = commands.add_parser("serve", help="serve a checkpoint directory")
@@ -54,18 +58,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
 
 
 def _serve(arguments: argparse.Namespace, flags: Any) -> int:
-    from target_server.config import load_config, resolved_lines
-
     config, origins = load_config(arguments, flags)
     if arguments.print_config:
         print("\n".join(resolved_lines(config, origins)))
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(name)s: %(message)s")
-    import uvloop
-
-    from target_server.front import serve
-
-    return uvloop.run(serve(config, port_file=arguments.port_file))
+    return int(uvloop.run(serve(config, port_file=arguments.port_file)))
 
 
 if __name__ == "__main__":

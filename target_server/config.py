@@ -13,7 +13,13 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from target_server.errors import UserError
 
@@ -55,7 +61,7 @@ class ReplicaConfig(_Section):
     devices_per_replica: int = Field(default=1, ge=1)
     """Devices that one copy of the model is spread over."""
     num_threads: int = Field(default=0, ge=0, le=1024)
-    """Compute threads of one replica; 0: the cores this process may use ÷ replicas on the CPU, 1 beside an accelerator."""
+    """Compute threads of one replica; 0: the usable cores ÷ replicas on the CPU, 1 beside an accelerator."""
     port_base: int = Field(default=0, ge=0, le=65535)
     """Data port of replica 0; replica i listens on port_base + i. 0: any free port."""
     advertise_host: str = ""
@@ -70,7 +76,7 @@ class LimitsConfig(_Section):
     max_sequence_token_count: int = Field(default=0, ge=0)
     """Longest sequence, in tokens; 0: the largest batch, or the model's positions when those are fewer."""
     max_padded_token_count: int = Field(default=0, ge=0)
-    """Largest padded batch (sequences x longest) in one forward; a larger one is run in parts. 0: twice the largest batch."""
+    """Largest forward, padding included; a larger batch is run in parts. 0: twice the largest batch."""
     max_tap_count: int = Field(default=8, ge=1, le=1024)
     """Most layers that one session may tap; with the largest batch it sets the size of a host slot."""
     max_session_count: int = Field(default=8, ge=1, le=4096)
@@ -134,9 +140,15 @@ class ServerConfig(BaseSettings):
     """How long each wait may last."""
 
     @classmethod
-    def settings_customise_sources(cls, settings_cls: type[BaseSettings], **sources: Any) -> tuple[Any, ...]:
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *_others: PydanticBaseSettingsSource,
+        **_more: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Takes only what the constructor is given: `load_config` merges the layers, so that it can name the winner."""
-        return (sources["init_settings"],)
+        return (init_settings,)
 
     @model_validator(mode="after")
     def _check_across(self) -> ServerConfig:
@@ -181,9 +193,7 @@ class ArgumentParser(argparse.ArgumentParser):
 def add_config_flags(parser: argparse.ArgumentParser) -> CliSettingsSource[Any]:
     """Adds `--config` and one dotted flag per setting to a subcommand's parser."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")
-    return CliSettingsSource(
-        ServerConfig, root_parser=parser, cli_exit_on_error=False, cli_use_class_docs_for_groups=True
-    )
+    return CliSettingsSource(ServerConfig, root_parser=parser, cli_exit_on_error=False)
 
 
 def load_config(arguments: argparse.Namespace, flags: CliSettingsSource[Any]) -> tuple[ServerConfig, dict[str, str]]:
@@ -215,9 +225,8 @@ def resolved_lines(config: ServerConfig, origins: Mapping[str, str]) -> list[str
     """Returns one `name: value  # layer` line per setting for `--print-config`."""
     lines = []
     for name, value in _flatten(config.model_dump(mode="json"), ""):
-        lines.append(
-            f"{name}: {yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}  # {origins.get(name, 'default')}"
-        )
+        text = yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
+        lines.append(f"{name}: {text}  # {origins.get(name, 'default')}")
     return lines
 
 

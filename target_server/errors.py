@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 from target_wire.errors import DOMAIN, Code, Reason, WireError
 
@@ -76,7 +76,8 @@ def _status_of(error: WireError) -> grpc.Status:
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN))
     status = status_pb2.Status(code=int(error.code), message=error.detail, details=[detail])
-    return rpc_status.to_status(status)
+    answer: grpc.Status = rpc_status.to_status(status)
+    return answer
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: WireError) -> NoReturn:
@@ -104,6 +105,6 @@ def maps_errors(
         except Exception:
             _log.exception("%s failed", handler.__name__)
             failure = WireError(Code.INTERNAL, Reason.INTERNAL, "the server failed; its log has the traceback")
-        await abort_with(context, failure)
+        return await abort_with(context, failure)
 
     return wrapped

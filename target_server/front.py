@@ -96,8 +96,8 @@ async def serve(config: ServerConfig, *, port_file: Path | None) -> int:
     """
     check_start(config)
     status = health.aio.HealthServicer()
-    supervisor = Supervisor(config, lambda: changed.set())
     changed = asyncio.Event()
+    supervisor = Supervisor(config, changed.set)
     server, port = await _start_server(config, supervisor, status)
     running = asyncio.create_task(supervisor.run())
     announcing = asyncio.create_task(_announce(config, supervisor, status, changed, port, port_file))

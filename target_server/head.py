@@ -59,10 +59,10 @@ def _head_tensors(target: LoadedTarget) -> dict[str, torch.Tensor]:
     if head is not None and not target.description.tie_word_embeddings:
         tensors["lm_head"] = head.weight
     norm = getattr(target.decoder, "norm", None)
-    if getattr(norm, "weight", None) is not None:
-        tensors["final_norm"] = norm.weight
-    if getattr(head, "bias", None) is not None:
-        tensors["lm_head_bias"] = head.bias
+    for name, module, attribute in (("final_norm", norm, "weight"), ("lm_head_bias", head, "bias")):
+        tensor = getattr(module, attribute, None)
+        if tensor is not None:
+            tensors[name] = tensor
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 

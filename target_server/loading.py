@@ -18,6 +18,8 @@ from target_wire.codec import dtype_from_torch
 from target_wire.spec import DType
 from target_wire.v1 import target_pb2
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from target_server.config import ModelConfig
 from target_server.errors import UserError
@@ -42,7 +44,7 @@ class LoadedTarget:
         description: the facts that clients are told.
     """
 
-    model: nn.Module
+    model: Any
     decoder: nn.Module
     layers: nn.ModuleList
     dtype: DType
@@ -78,9 +80,6 @@ def load_target(settings: ModelConfig, devices: list[str]) -> LoadedTarget:
 
 
 def _build_model(path: Path, settings: ModelConfig, devices: list[str]) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     placement: dict[str, Any] = {"device_map": "auto", "max_memory": _memory_of(devices)} if len(devices) > 1 else {}
     try:

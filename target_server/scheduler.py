@@ -123,10 +123,10 @@ class Scheduler:
         self._pool.release(slot)
         self.wake()
 
-    def refuse_new(self, error: WireError) -> None:
-        """Ends every session as soon as what runs for it was sent."""
+    def refuse_new(self, error: WireError, *, at_once: bool) -> None:
+        """Ends every session with this error, at once or when what runs for it was sent."""
         for entry in list(self._entries.values()):
-            entry.session.refuse_new(error)
+            entry.session.refuse_new(error, at_once=at_once)
 
     async def wait_idle(self) -> None:
         """Returns once no job is with the replica's thread."""

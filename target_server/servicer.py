@@ -67,10 +67,15 @@ class ReplicaServicer:
         self._session_keys = itertools.count(1)
         self._refusal: WireError | None = None
 
-    def refuse_new(self, error: WireError) -> None:
-        """Answers every later call with this error, and ends open streams when what runs for them was sent."""
+    def refuse_new(self, error: WireError, *, at_once: bool = False) -> None:
+        """Answers every later call with this error, and ends open streams with it.
+
+        Args:
+            error: why.
+            at_once: don't wait for what runs; else a stream ends when what runs for it was sent.
+        """
         self._refusal = error
-        self._scheduler.refuse_new(error)
+        self._scheduler.refuse_new(error, at_once=at_once)
 
     @maps_errors
     async def stream_hidden_states(self, _requests: object, context: _Context) -> None:
@@ -260,7 +265,7 @@ class ReplicaServicer:
         return current
 
 
-def build_handler(servicer: ReplicaServicer) -> grpc.GenericRpcHandler[Any, Any]:
+def build_handler(servicer: ReplicaServicer) -> grpc.GenericRpcHandler:
     """Returns the service for `grpc.aio.Server.add_generic_rpc_handlers`."""
     return grpc.method_handlers_generic_handler(
         SERVICE_NAME,

@@ -217,9 +217,16 @@ class Session:
 
     # The end.
 
-    def refuse_new(self, error: WireError) -> None:
-        """Answers what has not started, and every later request, with this error; then ends the stream with it."""
+    def refuse_new(self, error: WireError, *, at_once: bool) -> None:
+        """Answers what has not started, and every later request, with this error; then ends the stream with it.
+
+        Args:
+            error: why.
+            at_once: what runs will not come back; else the stream ends when that was sent.
+        """
         self._refusal = error
+        if at_once:
+            self._put(error)
         while self._queue:
             self._answer_failed(self._queue.popleft(), error)
         self._changed()

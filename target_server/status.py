@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import cast
 
 import grpc
 from google.protobuf import json_format
@@ -25,8 +26,8 @@ def print_status(address: str, *, as_json: bool, timeout_s: float) -> int:
         try:
             description = stub.DescribeTarget(target_pb2.DescribeTargetRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            assert isinstance(error, grpc.Call)
-            raise UserError("address", address, f"{error.code().name.lower()}: {error.details()}") from error
+            call = cast("grpc.Call", error)
+            raise UserError("address", address, f"{call.code().name.lower()}: {call.details()}") from error
     if as_json:
         print(
             json.dumps(

@@ -66,7 +66,7 @@ def weights_digest(path: Path) -> str:
         for group in by_file:
             with group[0].file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 view = memoryview(content)
-                hashed = pool.map(lambda tensor: _bytes_digest(view[tensor.start : tensor.end]), group)
+                hashed = pool.map(_bytes_digest, (view[tensor.start : tensor.end] for tensor in group))
                 digests.update(zip((tensor.name for tensor in group), hashed, strict=True))
                 view.release()
     whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
