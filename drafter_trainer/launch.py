@@ -19,7 +19,8 @@ from drafter_trainer.learner import build_learner, load_checkpoint
 from drafter_trainer.recorder import Learner, Recorder, RecorderSettings
 from drafter_trainer.run_dir import write_provenance
 from drafter_trainer.signals import stop_on_signals
-from drafter_trainer.trainer import StepEngine, StepSettings, TrainLoop
+from drafter_trainer.step import StepEngine, StepSettings
+from drafter_trainer.trainer import TrainLoop
 
 __all__ = ["run_training"]
 
