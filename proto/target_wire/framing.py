@@ -27,7 +27,6 @@ __all__ = [
     "BatchFrameView",
     "decode_response",
     "encode_batch_frame",
-    "encode_response",
     "plan_frames",
 ]
 
@@ -89,19 +88,6 @@ def encode_batch_frame(request_id: int, offset_bytes: int, crc: int, body: memor
     outer = bytearray((_TAG_BATCH_FRAME,))
     _append_varint(outer, len(head) + body.nbytes)
     return b"".join((outer, head, body))
-
-
-def encode_response(message: bytes | target_pb2.StreamHiddenStatesResponse) -> bytes:
-    """Serialises what a session sends: frames that are bytes already pass through.
-
-    The `response_serializer` of the data method. Anything else raises here: a message of another type that reaches
-    gRPC hangs the call.
-    """
-    if type(message) is bytes:
-        return message
-    if isinstance(message, target_pb2.StreamHiddenStatesResponse):
-        return message.SerializeToString()
-    raise TypeError(f"a session sends bytes or StreamHiddenStatesResponse, not {type(message).__name__}")
 
 
 def decode_response(data: bytes) -> BatchFrameView | target_pb2.StreamHiddenStatesResponse:
