@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from drafter_trainer.model import DrafterConfig
+    from drafter_trainer.drafter_config import DrafterConfig
 
 __all__ = ["RotaryTable", "apply_rotary"]
 
