@@ -41,7 +41,7 @@ check: $(DEV) ## Lint, types, architecture, contract and its generated code
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-timings
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint proto
 	$(BIN)/buf format --diff --exit-code proto
 	@fresh=$$(mktemp -d) && trap 'rm -r "$$fresh"' EXIT && $(call generate,$$fresh) && \
