@@ -95,9 +95,7 @@ def undo_rotary_permutation(weight: torch.Tensor, num_heads: int) -> torch.Tenso
     return weight.reshape(num_heads, half, 2, width).transpose(1, 2).reshape(rows, width)
 
 
-def _read_tensors(
-    reader: GGUFReader, field: Callable[[str], Any], dtype: torch.dtype
-) -> Mapping[str, torch.Tensor]:
+def _read_tensors(reader: GGUFReader, field: Callable[[str], Any], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     heads = {"attn_q": field("llama.attention.head_count"), "attn_k": field("llama.attention.head_count_kv")}
     tensors = {}
     for entry in reader.tensors:

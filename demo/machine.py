@@ -2,7 +2,8 @@
 
 Owns every decision that depends on the machine, so that the demo takes about the same time everywhere and only the
 number of steps differs. It must never guess from a processor's name or flags: cores without bf16 instructions emulate
-them (six times slower than fp32 on one, four times faster on the next), and a shared core computes half of what it says.
+them (twenty times slower than fp32 on one, four times faster on the next), and a shared core computes half of what it
+says.
 """
 
 from __future__ import annotations

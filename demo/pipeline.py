@@ -28,10 +28,10 @@ from demo.report import Outcome, build_outcome
 __all__ = ["Options", "run_demo"]
 
 _START_TIMEOUT_S = 180.0
-_EXPORT_TIMEOUT_S = 120.0
-# Training that runs past its share of the time is stopped here: evaluation still has to fit.
-_OVERRUN = 1.3
 _STOP_TIMEOUT_S = 60.0
+_EXPORT_TIMEOUT_S = 120.0
+_EVALUATE_TIMEOUT_S = 1800.0
+_OTHER = {"bf16": "fp32", "fp32": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def run_demo(recipe: Recipe, options: Options) -> Outcome:
         DemoError: a part failed; the message says which and shows the end of its log.
     """
     started = time.monotonic()
+    _make_run_dir(options.run_dir)
     machine = measure_machine()
     say(
         f"this machine: {machine.cores} cores, fp32 {machine.fp32_gflop_s:.0f} and bf16 {machine.bf16_gflop_s:.0f} "
@@ -89,15 +90,20 @@ def run_demo(recipe: Recipe, options: Options) -> Outcome:
     steps = options.steps or _choose_steps(recipe, machine, seconds_left=options.minutes * 60 - _since(started))
     training_started = time.monotonic()
     metrics = _serve_and_train(demo, steps, deadline=_deadline(recipe, options, machine, started))
+    train_minutes = _since(training_started) / 60
     _export(demo)
     evaluations = _evaluate(demo)
-    return build_outcome(
-        evaluations,
-        metrics,
-        main_dtype=machine.dtype,
-        minutes=_since(started) / 60,
-        train_seconds=_since(training_started),
-    )
+    minutes = _since(started) / 60
+    return build_outcome(evaluations, metrics, main_dtype=machine.dtype, minutes=minutes, train_minutes=train_minutes)
+
+
+def _make_run_dir(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True)
+    except FileExistsError as error:
+        raise DemoError(f"{run_dir} exists already; give a new --run-dir") from error
+    except OSError as error:
+        raise DemoError(f"{run_dir} can't be made ({error.strerror}); give another --run-dir") from error
 
 
 def _since(moment: float) -> float:
@@ -156,9 +162,7 @@ def _serve_and_train(demo: _Demo, steps: int, *, deadline: float) -> Sequence[Ma
             f"--run.num_threads={threads}",
         )
         with start_program("drafter-trainer", train, log=demo.log("trainer"), environment=demo.environment) as trainer:
-            metrics = watch_training(
-                trainer, server, demo.train_dir / "metrics.jsonl", steps=steps, deadline=deadline
-            )
+            metrics = watch_training(trainer, server, demo.train_dir / "metrics.jsonl", steps=steps, deadline=deadline)
             _end_training(trainer, metrics)
     return metrics
 
@@ -177,32 +181,47 @@ def _end_training(trainer: Program, metrics: Sequence[Mapping[str, Any]]) -> Non
 
 def _export(demo: _Demo) -> None:
     command = demo.command(
-        "drafter_trainer",
-        "export",
-        f"--run.dir={_short(demo.train_dir)}",
-        f"--output={_short(demo.drafter_dir)}",
+        "drafter_trainer", "export", f"--run.dir={_short(demo.train_dir)}", f"--output={_short(demo.drafter_dir)}"
     )
-    run_to_end("drafter-trainer export", command, log=demo.log("export"), environment=demo.environment,
-               timeout_s=_EXPORT_TIMEOUT_S)
+    run_to_end(
+        "drafter-trainer export",
+        command,
+        log=demo.log("export"),
+        environment=demo.environment,
+        timeout_s=_EXPORT_TIMEOUT_S,
+    )
 
 
 def _evaluate(demo: _Demo) -> dict[str, Mapping[str, Any]]:
-    """Decodes the held-out prompts in both element types; the main one first."""
+    """Decodes the held-out prompts in both element types, the machine's faster one first."""
     main = demo.machine.dtype
-    other = "fp32" if main == "bf16" else "bf16"
-    return {
-        main: _evaluate_in(demo, main, demo.recipe.main_evaluation),
-        other: _evaluate_in(demo, other, demo.recipe.other_evaluation),
-    }
+    amounts = {main: demo.recipe.main_evaluation, _OTHER[main]: demo.recipe.other_evaluation}
+    return {dtype: _evaluate_in(demo, dtype, amount) for dtype, amount in amounts.items()}
 
 
 def _evaluate_in(demo: _Demo, dtype: str, amount: Evaluation) -> Mapping[str, Any]:
     command = demo.command(
         "drafter_trainer",
         "evaluate",
-        f"--config={_short(demo.recipe.trainer_config)}",
+        f"--evaluate.checkpoint={_short(demo.drafter_dir)}",
+        f"--evaluate.target_model={_short(demo.files.target)}",
+        f"--evaluate.prompts={_short(demo.files.held_out)}",
+        f"--evaluate.num_prompts={amount.num_prompts}",
+        f"--evaluate.max_new_tokens={amount.max_new_tokens}",
+        f"--evaluate.dtype={dtype}",
+        f"--run.num_threads={demo.machine.cores}",
+        "--json",
     )
-    raise NotImplementedError
+    result = demo.options.run_dir / f"evaluation-{dtype}.json"
+    run_to_end(
+        f"drafter-trainer evaluate in {dtype}",
+        command,
+        log=demo.log(f"evaluate-{dtype}"),
+        output=result,
+        environment={**demo.environment, "OMP_NUM_THREADS": str(demo.machine.cores)},
+        timeout_s=_EVALUATE_TIMEOUT_S,
+    )
+    return json.loads(result.read_text(encoding="utf-8"))
 
 
 def _short(path: Path) -> str:

@@ -15,12 +15,12 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from demo.errors import DemoError
+from demo.recipe import CHECKOUT
 
 __all__ = ["Program", "interrupted_by_sigterm", "run_to_end", "start_program", "wait_for_file"]
 
@@ -72,25 +72,44 @@ class Program:
         """Asks it to end, kills it and all it started if it does not, and returns its exit code."""
         if self.exit_code() is None:
             self._process.send_signal(signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                pass
         # Also after an orderly end: a crashed program may have left children in its group.
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         return self._process.wait()
 
 
 @contextmanager
 def start_program(
-    name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], grace_s: float = 20.0
+    name: str,
+    command: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str],
+    output: Path | None = None,
+    grace_s: float = 20.0,
 ) -> Iterator[Program]:
-    """Runs `command` for the length of a with block, both its outputs going to `log`."""
-    with log.open("ab") as output:
-        process = _spawn(command, output, environment)
+    """Runs `command` in the checkout for the length of a with block.
+
+    Args:
+        name: For messages.
+        command: Program and arguments.
+        log: Takes stderr, and stdout too where `output` is not given; appended to.
+        environment: Added to this process's.
+        output: Takes stdout.
+        grace_s: How long it may take to end after SIGTERM, in seconds.
+    """
+    with log.open("ab") as log_file, (output or log).open("ab") as output_file:
+        process = subprocess.Popen(
+            command,
+            cwd=CHECKOUT,
+            stdin=subprocess.DEVNULL,
+            stdout=output_file,
+            stderr=log_file,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
     program = Program(name, process, log)
     try:
         yield program
@@ -99,14 +118,20 @@ def start_program(
 
 
 def run_to_end(
-    name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], timeout_s: float
+    name: str,
+    command: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    output: Path | None = None,
 ) -> None:
-    """Runs `command` and waits.
+    """Runs `command` as `start_program` does, and waits.
 
     Raises:
         DemoError: it did not exit 0 in time; the message has the end of its log.
     """
-    with start_program(name, command, log=log, environment=environment) as program:
+    with start_program(name, command, log=log, environment=environment, output=output) as program:
         code = program.wait(timeout_s)
         if code != 0:
             raise program.failure(code)
@@ -139,14 +164,3 @@ def interrupted_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _spawn(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **environment},
-        start_new_session=True,
-    )

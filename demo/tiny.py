@@ -3,8 +3,8 @@
     python -m demo.tiny DIRECTORY
 
 writes DIRECTORY/target (a Hugging Face directory: Qwen3 of 4 blocks, 0.3 M parameters, with tokenizer and chat
-template), DIRECTORY/train.jsonl and DIRECTORY/held-out.jsonl. Everything the demo needs of a target is real, only small:
-a drafter can learn from its hidden states what comes next, so acceptance rises above 1 within seconds of training.
+template), DIRECTORY/train.jsonl and DIRECTORY/held-out.jsonl. Everything the demo needs of a target is real, only
+small: a drafter can learn from its hidden states what comes next, so acceptance rises above 1 within seconds.
 
 Owns the counting language. It must never write a directory half: everything is built beside it and renamed.
 Deterministic for a given torch build: seeds are fixed and one thread computes.
@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 __all__ = ["MASK_TOKEN_ID", "Exercise", "build_tokenizer", "ensure_tiny_target", "exercises"]
 
@@ -98,6 +99,7 @@ def _build(directory: Path) -> None:
     torch.manual_seed(0)
     model = _new_model(tokenizer)
     _teach(model, tokenizer, training)
+    transformers_logging.disable_progress_bar()  # of writing one small file
     model.save_pretrained(directory / "target")
     tokenizer.save_pretrained(directory / "target")
     _write_conversations(directory / "train.jsonl", training, _answers(model, tokenizer, training))
@@ -148,9 +150,7 @@ def _conversation_ids(tokenizer: PreTrainedTokenizerFast, exercise: Exercise) ->
 
 
 @torch.inference_mode()
-def _answers(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: Sequence[Exercise]
-) -> list[str]:
+def _answers(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: Sequence[Exercise]) -> list[str]:
     """The target's own greedy answers: all prompts have the same length and go through in one batch."""
     prompts = [[{"role": "user", "content": exercise.prompt}] for exercise in training]
     prompt_BS = torch.tensor(tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False))

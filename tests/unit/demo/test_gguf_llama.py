@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from demo.gguf_llama import convert_gguf_llama, hf_name, undo_rotary_permutation
 from gguf import GGUFWriter, TokenType
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from demo.gguf_llama import convert_gguf_llama, hf_name, undo_rotary_permutation
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -78,7 +79,7 @@ def _write_gguf(path: Path, model: LlamaForCausalLM, *, architecture: str = "lla
 
 
 def _gguf_names(layers: int) -> list[str]:
-    parts = "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down".split()
+    parts = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
     return ["token_embd.weight", "output_norm.weight", *(f"blk.{i}.{p}.weight" for i in range(layers) for p in parts)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from demo.machine import Machine, available_cores, measure_machine, steps_that_fit
 
 SLOW_BF16 = Machine(cores=2, fp32_gflop_s=30.0, bf16_gflop_s=5.0)

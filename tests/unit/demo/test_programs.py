@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from demo.errors import DemoError
 from demo.programs import interrupted_by_sigterm, run_to_end, start_program, wait_for_file
 
@@ -104,7 +105,7 @@ def test_the_environment_is_added_to_ours(tmp_path: Path) -> None:
 
 def test_sigterm_interrupts_like_ctrl_c() -> None:
     before = signal.getsignal(signal.SIGTERM)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(KeyboardInterrupt), interrupted_by_sigterm():
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         time.sleep(10)
     assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,123 @@
+"""From evaluations and training metrics to the table and the last line.
+
+Owns the names in the last line, which tools rely on, and which evaluation each figure is taken from: acceptance and
+speed from the one in the machine's faster element type, `identical` from the fp32 one, `ties` from the bf16 one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Outcome", "build_outcome", "print_table"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last line, in its order."""
+
+    accept_len: float
+    """Tokens emitted by verification rounds ÷ rounds, over all prompts (micro), in `dtype`."""
+    accept_len_macro: float
+    """Mean of the prompts' own ratios."""
+    accept_len_simulated: float
+    """The same answers walked without running the target."""
+    prompts: int
+    """Held-out prompts decoded in `dtype`."""
+    identical: int
+    """Prompts whose fp32 output equals plain greedy decoding's, of `prompts_fp32`."""
+    ties: int
+    """Prompts whose bf16 output first differs from plain greedy decoding's at a tie, of `prompts_bf16`."""
+    tok_s_plain: float
+    """Tokens a second of plain greedy decoding, in `dtype`."""
+    tok_s_speculative: float
+    """Tokens a second with the drafter, in `dtype`."""
+    tokens_trained: int
+    """Tokens whose features were trained on, repetitions counted."""
+    steps: int
+    """Optimizer steps."""
+    minutes: float
+    """From start to the end of evaluation, downloads included."""
+    dtype: str
+    """Element type of training and of the main evaluation: the faster one here."""
+    prompts_fp32: int
+    """Prompts decoded in fp32."""
+    prompts_bf16: int
+    """Prompts decoded in bf16."""
+    errors: int
+    """Outputs that differ from plain decoding's where there is no tie; anything but 0 is a fault."""
+    train_minutes: float
+    """Training alone, starting both programs included."""
+    tok_s_trained: float
+    """Tokens trained a second, over the steps' own time."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures by name, floats to four digits after the point."""
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
+
+
+def build_outcome(
+    evaluations: Mapping[str, Mapping[str, Any]],
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    main_dtype: str,
+    minutes: float,
+    train_minutes: float,
+) -> Outcome:
+    """Puts the figures together.
+
+    Args:
+        evaluations: What `drafter-trainer evaluate --json` printed, by element type: "fp32" and "bf16".
+        metrics: One object a training step, at least one.
+        main_dtype: The element type whose acceptance and speed count.
+        minutes: Time of everything.
+        train_minutes: Time of training.
+    """
+    main, fp32, bf16 = evaluations[main_dtype], evaluations["fp32"], evaluations["bf16"]
+    tokens = sum(row["tokens"] for row in metrics)
+    return Outcome(
+        accept_len=main["accept_len"],
+        accept_len_macro=main["accept_len_macro"],
+        accept_len_simulated=main["accept_len_simulated"],
+        prompts=main["prompts"],
+        identical=fp32["identical"],
+        ties=bf16["ties"],
+        tok_s_plain=main["tok_s_plain"],
+        tok_s_speculative=main["tok_s_speculative"],
+        tokens_trained=tokens,
+        steps=metrics[-1]["step"],
+        minutes=minutes,
+        dtype=main_dtype,
+        prompts_fp32=fp32["prompts"],
+        prompts_bf16=bf16["prompts"],
+        errors=sum(e["prompts"] - e["identical"] - e["ties"] for e in evaluations.values()),
+        train_minutes=train_minutes,
+        tok_s_trained=tokens / max(1e-9, sum(row["step_s"] for row in metrics)),
+    )
+
+
+def print_table(outcome: Outcome, *, title: str) -> None:
+    """Prints the figures for people, to stdout: it is a result."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    speedup = outcome.tok_s_speculative / outcome.tok_s_plain if outcome.tok_s_plain else float("nan")
+    rows = {
+        f"acceptance length ({outcome.prompts} held-out prompts, {outcome.dtype})": f"{outcome.accept_len:.2f} tokens",
+        "  mean of the prompts' own": f"{outcome.accept_len_macro:.2f} tokens",
+        "  simulated": f"{outcome.accept_len_simulated:.2f} tokens",
+        "plain greedy decoding": f"{outcome.tok_s_plain:.1f} tok/s",
+        "with the drafter": f"{outcome.tok_s_speculative:.1f} tok/s ({speedup:.2f} x)",
+        "outputs equal in fp32": f"{outcome.identical} of {outcome.prompts_fp32}",
+        "outputs that differ in bf16, each at a tie": f"{outcome.ties} of {outcome.prompts_bf16}",
+        "outputs that differ without a tie": str(outcome.errors),
+        "trained": f"{outcome.steps} steps, {outcome.tokens_trained:,} tokens, {outcome.tok_s_trained:,.0f} tok/s",
+        "time": f"{outcome.minutes:.1f} minutes, {outcome.train_minutes:.1f} of them training",
+    }
+    for what, value in rows.items():
+        table.add_row(what, value)
+    Console(highlight=False).print(table)

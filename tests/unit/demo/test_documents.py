@@ -1,0 +1,107 @@
+"""What the documents tell people to type works, and what they point to exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from demo import __main__ as demo_main
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+DOCUMENTS = (
+    "README.md",
+    "docs/running.md",
+    "docs/how-it-works.md",
+    "docs/log.md",
+    "demo/README.md",
+    "demo/data/README.md",
+)
+PROGRAMS = {"target-server": "target_server", "drafter-trainer": "drafter_trainer"}
+
+
+def _commands() -> list[list[str]]:
+    """Every command of every bash block, as words, without leading VARIABLE=value; each once."""
+    found: dict[str, list[str]] = {}
+    for name in DOCUMENTS:
+        text = (CHECKOUT / name).read_text(encoding="utf-8")
+        for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    del words[0]
+                if words:
+                    found[shlex.join(words)] = words
+    return list(found.values())
+
+
+COMMANDS = _commands()
+
+
+def _of(program: str) -> list[list[str]]:
+    return [words for words in COMMANDS if words[0] == program]
+
+
+def _ids(words: list[str]) -> str:
+    return " ".join(words)[:60]
+
+
+@pytest.mark.parametrize("words", _of("make"), ids=_ids)
+def test_make_targets_exist(words: list[str]) -> None:
+    subprocess.run(["make", "--dry-run", *words[1:]], cwd=CHECKOUT, check=True, capture_output=True, timeout=30)
+
+
+@pytest.mark.parametrize("words", _of("python"), ids=_ids)
+def test_demo_commands_parse(words: list[str]) -> None:
+    assert words[1:3] == ["-m", "demo"]
+    demo_main._parser().parse_args(words[3:])
+
+
+def _program_commands() -> list[list[str]]:
+    """Commands of both programs as `module verb flags`; torchrun's own part is left out."""
+    commands = [[PROGRAMS[words[0]], *words[1:]] for words in COMMANDS if words[0] in PROGRAMS]
+    return commands + [words[words.index("-m") + 1 :] for words in _of("torchrun")]
+
+
+@pytest.mark.parametrize("words", _program_commands(), ids=_ids)
+def test_program_commands_are_understood(words: list[str]) -> None:
+    module, verb, *rest = words
+    if verb == "status":
+        # Nobody listens on port 1: it has understood its arguments when it says so.
+        rest = ["127.0.0.1:1", *rest[1:]]
+        expected, output = 2, "unavailable"
+    else:
+        rest = [*rest, *([] if "--print-config" in rest else ["--print-config"])]
+        expected, output = 0, ":"
+    command = [sys.executable, "-m", module, verb, *rest]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == expected, done.stderr
+    assert output in done.stdout + done.stderr
+
+
+def test_every_program_verb_is_shown_somewhere() -> None:
+    shown = {(words[0], words[1]) for words in _program_commands()}
+    verbs = {"target_server": ("serve", "status"), "drafter_trainer": ("prepare", "train", "evaluate", "export")}
+    assert shown >= {(module, verb) for module, names in verbs.items() for verb in names}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    document = CHECKOUT / name
+    links = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (document.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "docker/compose.yaml", "docker/compose.gpu.yaml"])
+def test_compose_files_are_yaml(name: str) -> None:
+    assert yaml.safe_load((CHECKOUT / name).read_text(encoding="utf-8"))
+
+
+def test_demo_readme_is_short() -> None:
+    assert len((CHECKOUT / "demo/README.md").read_text(encoding="utf-8").splitlines()) <= 60
