@@ -54,7 +54,7 @@ class DropReason(StrEnum):
     HISTORY_REWRITTEN = "the template rewrites earlier turns (data.rewritten_history is drop)"
     UNSTABLE_BORDER = "prompt and answer can't be tokenised apart"
     TOO_LONG = "longer than data.max_length_tokens"
-    ANSWER_TOO_LATE = "its answers begin after data.max_length_tokens"
+    ANSWER_TOO_LATE = "its answers begin too late for data.max_length_tokens"
     TOO_FEW_SUPERVISED = "fewer supervised tokens than data.min_supervised_tokens"
     NO_ADJACENT_SUPERVISED = "no two adjacent supervised tokens"
 

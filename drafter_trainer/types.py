@@ -7,9 +7,11 @@ C = L*D.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    # Whoever only plans or prepares needs no torch, which takes seconds to load.
+    from torch import Tensor
 
 
 class Version(NamedTuple):

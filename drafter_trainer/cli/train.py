@@ -62,7 +62,7 @@ def dry_run(config: TrainerConfig, dataset: TokenDataset) -> str:
         f"data      {dataset.meta.samples:,} samples, {dataset.meta.tokens:,} tokens, "
         f"{dataset.meta.supervised_tokens:,} supervised ({dataset.directory})",
         f"plan      {per_epoch:,} micro-batches an epoch of {dataset.meta.tokens / per_epoch:,.0f} tokens on average",
-        f"steps     {steps:,} of {per_step} micro-batches: {steps * per_step / per_epoch:.2f} epochs",
+        f"steps     {steps:,} of {per_step} micro-batches, {config.epochs or steps * per_step / per_epoch:.3g} epochs",
         f"drafter   {config.drafter.num_layers} layers, blocks of {config.drafter.block_size}, gamma {config.gamma:g}",
         f"target    {', '.join(config.target.addresses)} (not contacted)",
         f"run.dir   {config.run.dir}",
