@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.attention import BlockLayout
-from drafter_trainer.linear_cross_entropy import DEFAULT_CHUNK_ROWS, HeadRows, linear_cross_entropy
+from drafter_trainer.linear_cross_entropy import DEFAULT_CHUNK_ROWS, linear_cross_entropy
+from drafter_trainer.vocabulary import VocabSampler, all_rows
 
 if TYPE_CHECKING:
     from drafter_trainer.anchors import Anchors
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from drafter_trainer.model import Drafter
     from drafter_trainer.types import MicroBatch, TrainBatch
 
-__all__ = ["BlockTargets", "LossOutput", "build_block_targets", "dpace_weights", "drafter_loss"]
+__all__ = ["BlockTargets", "LossOutput", "block_hidden", "build_block_targets", "dpace_weights", "drafter_loss"]
 
 
 @dataclass(frozen=True)
@@ -98,44 +99,56 @@ def drafter_loss(
     targets: BlockTargets,
     *,
     dpace_alpha: float | None = None,
+    sampler: VocabSampler | None = None,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> LossOutput:
     """Run the drafter over a batch and return its weighted loss.
 
+    A batch without an anchor gives 0 with a graph that still reaches every trainable parameter (all products have no
+    rows), so that a rank which drew such a batch takes part in its peers' reductions.
+
     Args:
-        drafter: The drafter (or its data-parallel wrapper); in bf16 call this under autocast.
+        drafter: The drafter; for bf16 call this under autocast.
         head: The frozen head of the version that made the batch, on the drafter's device.
         batch: Documents and features.
-        anchors: From `draw_anchors` for this micro-batch; may be empty.
+        anchors: From `draw_anchors` for this micro-batch.
         targets: From `build_block_targets` for these anchors.
         dpace_alpha: Multiply the weights by D-PACE's, see `dpace_weights`; None leaves them.
+        sampler: Estimate the partition sum from a part of the vocabulary; correctness then means among that part.
+            None is exact.
         chunk_rows: Rows whose logits are held at once.
     """
-    config = drafter.config
     device = head.device
-    layout = BlockLayout.from_anchors(batch.micro.lengths, anchors, block_size=config.block_size)
-    ids_AK = torch.full_like(targets.labels_AK, config.mask_token_id)
-    ids_AK[:, 0] = batch.micro.input_ids_T.cpu()[anchors.index_A]
-    embeds_QE = head.embed(ids_AK.flatten().to(device))
-    hidden_QE = drafter(embeds_QE, batch.features_TC.to(device), layout=layout)
-
+    hidden_QE = block_hidden(drafter, head, batch, anchors)
     valid_AK = targets.valid_AK
     row_R = valid_AK.flatten().nonzero()[:, 0]
     label_R = targets.labels_AK.flatten()[row_R].to(device)
-    row_R = row_R.to(device)
-    weight_AK, valid_AK = targets.weights_AK.to(device), valid_AK.to(device)
-    loss_R, correct_R = linear_cross_entropy(hidden_QE[row_R], _all_rows(head), label_R, chunk_rows=chunk_rows)
-    loss_AK = _scatter(loss_R.detach(), row_R, valid_AK)
+    row_R, valid_AK, weight_AK = row_R.to(device), valid_AK.to(device), targets.weights_AK.to(device)
+    rows = all_rows(head)
+    if sampler is not None:
+        rows, label_R = sampler.draw(head, label_R, position=batch.micro.position)
+    loss_R, correct_R = linear_cross_entropy(hidden_QE[row_R], rows, label_R, chunk_rows=chunk_rows)
+    loss_AK = _by_slot(loss_R.detach(), row_R, valid_AK)
     if dpace_alpha is not None:
         weight_AK = weight_AK * dpace_weights(loss_AK, valid_AK, alpha=dpace_alpha)
-    loss_sum = (loss_R * weight_AK.flatten()[row_R]).sum()
     return LossOutput(
-        loss_sum=loss_sum + _touch(drafter, hidden_QE),
+        loss_sum=(loss_R * weight_AK.flatten()[row_R]).sum(),
         weight_sum=targets.weight_sum,
         cross_entropy_AK=loss_AK,
-        correct_AK=_scatter(correct_R, row_R, valid_AK),
+        correct_AK=_by_slot(correct_R, row_R, valid_AK),
         valid_AK=valid_AK,
     )
+
+
+def block_hidden(drafter: Drafter, head: TargetHead, batch: TrainBatch, anchors: Anchors) -> Tensor:
+    """Run the drafter on blocks of [anchor token, mask, mask, …]; returns its final hidden rows, [Q, E]."""
+    config = drafter.config
+    layout = BlockLayout.from_anchors(batch.micro.lengths, anchors, block_size=config.block_size)
+    ids_AK = torch.full((len(anchors), config.block_size), config.mask_token_id)
+    ids_AK[:, 0] = batch.micro.input_ids_T.cpu()[anchors.index_A]
+    embeds_QE = head.embed(ids_AK.flatten().to(head.device))
+    hidden_QE: Tensor = drafter(embeds_QE, batch.features_TC.to(head.device), layout=layout)
+    return hidden_QE
 
 
 def dpace_weights(loss_AK: Tensor, valid_AK: Tensor, *, alpha: float) -> Tensor:
@@ -159,23 +172,7 @@ def dpace_weights(loss_AK: Tensor, valid_AK: Tensor, *, alpha: float) -> Tensor:
     return reached.flip(1).cumsum(1).flip(1) * valid_AK
 
 
-def _all_rows(head: TargetHead) -> HeadRows:
-    return HeadRows(head.lm_head_weight_VD, head.lm_head_bias_V, head.logit_scale, head.logit_softcap)
-
-
-def _scatter(value_R: Tensor, row_R: Tensor, valid_AK: Tensor) -> Tensor:
+def _by_slot(value_R: Tensor, row_R: Tensor, valid_AK: Tensor) -> Tensor:
     out = value_R.new_zeros(valid_AK.numel())
     out[row_R] = value_R
     return out.view(valid_AK.shape)
-
-
-def _touch(drafter: Drafter, hidden_QE: Tensor) -> Tensor:
-    """Return a zero whose graph reaches every trainable parameter.
-
-    A micro-batch without an anchor must still take part in the backward pass: a rank whose parameters have no gradient
-    leaves its peers waiting in their reductions.
-    """
-    if hidden_QE.shape[0]:
-        return hidden_QE.new_zeros(())
-    zeros = [p.flatten()[:1].sum() * 0.0 for p in drafter.parameters() if p.requires_grad]
-    return torch.stack([z.float() for z in zeros]).sum() + hidden_QE.sum() * 0.0
