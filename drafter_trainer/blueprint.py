@@ -15,7 +15,8 @@ import torch
 from target_wire.spec import PROTOCOL_VERSION, DType
 from target_wire.v1 import target_pb2 as pb
 
-from drafter_trainer.client.discovery import DescribedTarget, TargetAbsentError, check_address, wait_for_target
+from drafter_trainer.client.addresses import check_address
+from drafter_trainer.client.discovery import DescribedTarget, TargetAbsentError, wait_for_target
 from drafter_trainer.client.terms import Patience, StreamTerms
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.dataset import TokenDataset
@@ -129,7 +130,7 @@ def check_settings(config: TrainerConfig) -> RunDir:
         try:
             check_address(address)
         except ValueError as error:
-            raise UserError("target.addresses", address, "give HOST:PORT, [IPV6]:PORT or unix:/PATH") from error
+            raise UserError("target.addresses", address, str(error)) from error
     if config.run.dir is None:
         raise UserError("run.dir", None, "give a directory for checkpoints and metrics")
     if config.run.dir.exists() and not config.run.dir.is_dir():

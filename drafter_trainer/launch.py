@@ -13,7 +13,8 @@ from drafter_trainer.checkpoint import CheckpointStore
 from drafter_trainer.client.delivery import Delivery
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.errors import TrainerError, UserError
-from drafter_trainer.feed import Feed, FeedSettings
+from drafter_trainer.feature_cache import CachedSource
+from drafter_trainer.feed import BatchSource, Feed, FeedSettings
 from drafter_trainer.heads import HeadShelf
 from drafter_trainer.learner import build_learner, load_checkpoint
 from drafter_trainer.recorder import Learner, Recorder, RecorderSettings
@@ -88,7 +89,7 @@ def build_loop(
     machine, terms = blueprint.machine, blueprint.terms
     feed = Feed(
         blueprint.plan,
-        delivery,
+        build_source(blueprint, delivery),
         FeedSettings(
             start=learner.progress.position,
             stop=blueprint.loop.stop_position,
@@ -112,6 +113,15 @@ def build_loop(
     )
 
 
+def build_source(blueprint: Blueprint, delivery: Delivery) -> BatchSource:
+    """The streams, behind a feature cache where one is wanted."""
+    max_bytes = blueprint.config.target.feature_cache_bytes
+    if not max_bytes:
+        return delivery
+    terms = blueprint.terms
+    return CachedSource(delivery, row_bytes=terms.row_bytes, max_bytes=max_bytes, max_outstanding=terms.slot_count)
+
+
 def step_settings(blueprint: Blueprint) -> StepSettings:
     """The settings of a step's arithmetic."""
     config, machine = blueprint.config, blueprint.machine
@@ -122,6 +132,7 @@ def step_settings(blueprint: Blueprint) -> StepSettings:
         gamma=config.gamma if config.loss.type == "ce" else None,
         dpace_alpha=config.loss.dpace_alpha if config.loss.type == "dpace" else None,
         chunk_rows=config.loss.chunk_rows,
+        sampled_vocabulary=config.loss.sampled_vocabulary,
         compute_dtype=machine.compute_dtype,
         device=machine.device,
     )

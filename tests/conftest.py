@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.support.training_world import Server, TrainingWorld
 
 # "ci" always tries the same few examples, so that a red run is red again. "deep" searches: HYPOTHESIS_PROFILE=deep.
 settings.register_profile(
@@ -42,3 +47,20 @@ def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_tokenizer import write_tiny_tokenizer  # noqa: PLC0415 - transformers takes seconds
 
     return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def training_world(tmp_path_factory: pytest.TempPathFactory) -> TrainingWorld:
+    """A tiny target with tokenizer and prepared data. Read only."""
+    from tests.support.training_world import make_training_world  # noqa: PLC0415 - transformers takes seconds
+
+    return make_training_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="session")
+def training_server(training_world: TrainingWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of that target with two replicas, for tests that leave it alone."""
+    from tests.support.training_world import running_server  # noqa: PLC0415
+
+    with running_server(training_world, tmp_path_factory.mktemp("server"), replicas=2) as server:
+        yield server

@@ -1,4 +1,4 @@
-"""Who serves the target, and where: addresses, channels, `DescribeTarget`, waiting for a server that isn't there yet.
+"""Who serves the target, and where: channels, `DescribeTarget`, waiting for a server that isn't there yet.
 
 A front is asked by its configured address; it names its replicas. A replica that gives no host is reached under the
 host of the front that named it (a server bound to 0.0.0.0 can't know how others reach it).
@@ -9,7 +9,6 @@ No torch here; the receiver imports this.
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,22 +21,6 @@ from drafter_trainer.client.failures import CallFailure, reason_of
 
 WAITING_LINE_EVERY_S = 10.0
 POLL_EVERY_S = 0.5
-
-_HOST_PORT = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})")
-
-
-def check_address(address: str) -> str:
-    """Returns the address when it's HOST:PORT, [IPV6]:PORT or unix:/PATH.
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    if address.startswith("unix:/") and len(address) > len("unix:/"):
-        return address
-    match = _HOST_PORT.fullmatch(address)
-    if match is None or not 1 <= int(match["port"]) <= 65535:
-        raise ValueError(f"{address!r} is not an address; give HOST:PORT, [IPV6]:PORT or unix:/PATH")
-    return address
 
 
 def replica_address(front_address: str, replica: pb.Replica) -> str:

@@ -119,9 +119,10 @@ class ReceiverPort:
         """Queues one message."""
         self._writer.write(encode_message(header, tail))
 
-    async def flush(self) -> None:
-        """Waits until everything queued is with the kernel; bounded by the trainer's life."""
+    async def close(self) -> None:
+        """Sends what is queued and closes the socket."""
+        self._writer.close()
         try:
-            await self._writer.drain()
+            await self._writer.wait_closed()
         except ConnectionError:
             return  # the trainer is gone: nobody is left to tell

@@ -278,8 +278,8 @@ async def serve(ring_descriptor: int, port_descriptor: int) -> None:
         if failed is None:
             raise
         port.send(failed_message(_leaf(failed)))
-        await port.flush()
     finally:
+        await port.close()
         ring.close()
 
 

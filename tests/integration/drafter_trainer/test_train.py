@@ -1,0 +1,257 @@
+"""Whole runs against a real server: what they leave behind, how they end, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter_trainer.config.resolve import resolve_config
+from drafter_trainer.errors import UserError
+from drafter_trainer.launch import run_training
+from tests.support.training_world import (
+    VOCAB_SIZE,
+    Server,
+    Trainer,
+    TrainingWorld,
+    assert_same_run,
+    final_state,
+    read_records,
+    running_server,
+    wait_for_step,
+)
+
+STEPS = 12
+
+
+def train(world: TrainingWorld, address: str, run_dir: Path, **changes: Any) -> bool:
+    """A run in this process."""
+    return run_training(resolve_config(flags=world.flags(address, run_dir, **changes)).config)
+
+
+@pytest.fixture(scope="session")
+def unbroken(training_world: TrainingWorld, training_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a run that nothing happened to. Read only."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    assert train(training_world, training_server.address, run_dir)
+    return run_dir
+
+
+def test_a_run_leaves_every_file_that_tools_rely_on(unbroken: Path) -> None:
+    names = {path.name for path in unbroken.iterdir()}
+    assert {"config.yaml", "provenance.json", "metrics.jsonl", "checkpoints", "summary.json"} <= names
+    assert (unbroken / "checkpoints" / "latest").resolve().name == f"step-{STEPS}"
+    provenance = json.loads((unbroken / "provenance.json").read_text())
+    assert {"config", "argv", "git_sha", "packages", "target"} <= provenance.keys()
+    summary = json.loads((unbroken / "summary.json").read_text())
+    assert (summary["finished"], summary["steps"], summary["skipped"]) == (True, STEPS, 0)
+
+
+def test_metrics_have_one_record_a_step_with_every_name(unbroken: Path) -> None:
+    records = read_records(unbroken / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    names = "step epoch position loss lr grad_norm tokens accept_len acc_at target_versions wait_s step_s skipped"
+    for record in records:
+        assert set(names.split()) <= record.keys()
+        assert len(record["acc_at"]) == 3
+        assert record["target_versions"] == [1]
+    assert all(record["accept_len"] >= 1 for record in records if record["step"] in (1, 10))
+
+
+def test_the_first_loss_is_near_ln_v_and_training_lowers_it(unbroken: Path) -> None:
+    losses = [record["loss"] for record in read_records(unbroken / "metrics.jsonl")]
+    assert losses[0] == pytest.approx(math.log(VOCAB_SIZE), abs=0.7)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_every_position_is_consumed_once_and_in_order(unbroken: Path) -> None:  # I1
+    consumed = [batch for record in read_records(unbroken / "consumed-rank-0.jsonl") for batch in record["batches"]]
+    assert [batch["position"] for batch in consumed] == list(range(STEPS))
+
+
+def test_a_second_start_of_a_finished_run_changes_nothing(
+    unbroken: Path, training_world: TrainingWorld, training_server: Server
+) -> None:
+    before = final_state(unbroken)
+    assert train(training_world, training_server.address, unbroken)
+    assert_same_run(unbroken, before)
+
+
+def test_sigterm_finishes_the_step_and_the_resumed_run_ends_bit_equal(
+    unbroken: Path, training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:  # I6, case 86
+    flags = training_world.flags(training_server.address, tmp_path / "run", run__checkpoint_every_steps=1000)
+    trainer = Trainer(flags, tmp_path / "trainer.log")
+    wait_for_step(tmp_path / "run", 4, trainer)
+    trainer.process.send_signal(signal.SIGTERM)
+    assert trainer.wait() == 0, trainer.text()
+    stopped_at = len(read_records(tmp_path / "run" / "metrics.jsonl"))
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{stopped_at}"
+    assert train(training_world, training_server.address, tmp_path / "run")
+    assert_same_run(tmp_path / "run", final_state(unbroken))
+
+
+def test_a_trainer_started_before_the_server_says_so_and_goes_on(
+    unbroken: Path, training_world: TrainingWorld, tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    trainer = Trainer(training_world.flags(f"127.0.0.1:{port}", tmp_path / "run"), tmp_path / "trainer.log")
+    trainer.wait_for_line("waiting for the target-server")
+    with running_server(training_world, tmp_path, port=port):
+        assert trainer.wait() == 0, trainer.text()
+    assert f"127.0.0.1:{port}: UNAVAILABLE" in trainer.text()
+    assert_same_run(tmp_path / "run", final_state(unbroken))
+
+
+def test_a_server_that_never_comes_ends_the_run_with_exit_code_1(training_world: TrainingWorld, tmp_path: Path) -> None:
+    flags = training_world.flags("127.0.0.1:1", tmp_path / "run", target__wait_timeout_s=1)
+    trainer = Trainer(flags, tmp_path / "trainer.log")
+    assert trainer.wait() == 1
+    last = trainer.text().splitlines()[-1]
+    assert last.startswith("drafter-trainer: no target-server within 1 s (127.0.0.1:1: UNAVAILABLE")
+
+
+def test_a_malformed_address_is_a_mistake_with_exit_code_2(training_world: TrainingWorld, tmp_path: Path) -> None:
+    trainer = Trainer(training_world.flags("localhost", tmp_path / "run"), tmp_path / "trainer.log")
+    assert trainer.wait() == 2
+    assert trainer.text() == (
+        "drafter-trainer: target.addresses: localhost: give HOST:PORT, [IPV6]:PORT or unix:/PATH\n"
+    )
+
+
+MISTAKES = {
+    "a tap the target does not have": ({"drafter__target_layer_ids": "0,4"}, "drafter.target_layer_ids: 0,4"),
+    "the same tap twice": ({"drafter__target_layer_ids": "2,2"}, "drafter.target_layer_ids: 2,2"),
+    "a mask id beyond the vocabulary": ({"drafter__mask_token_id": VOCAB_SIZE}, "drafter.mask_token_id: 640"),  # 27, 28
+    "a window below the largest batch": ({"target__window_bytes": 65536}, "target.window_bytes: 65536"),  # I2
+    "a batch the server does not take": ({"batch__max_tokens": 10**6}, "batch.max_tokens: 1000000"),
+    "another type on the wire": ({"target__wire_dtype": "bf16"}, "target.wire_dtype: bf16"),  # case 65
+    "a missing dataset": ({"data__path": "/nonexistent"}, "data.path: /nonexistent"),
+    "a CUDA device that isn't there": ({"run__device": "cuda:99"}, "run.device: cuda:99"),
+    "a run to resume that isn't there": ({"run__resume": "require"}, "run.resume: require"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_told_in_one_line_before_anything_is_trained(
+    changes: dict[str, Any], message: str, training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        train(training_world, training_server.address, tmp_path / "run", **changes)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_resuming_with_other_settings_is_refused_field_by_field_unless_they_are_named(
+    unbroken: Path, training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:  # case 64
+    run_dir = tmp_path / "run"
+    train(training_world, training_server.address, run_dir, run__steps=3)
+    changes = {"run__steps": 3, "drafter__mask_token_id": 601, "optim__lr": 1e-3}
+    with pytest.raises(UserError) as caught:
+        train(training_world, training_server.address, run_dir, **changes)
+    assert "drafter.mask_token_id was 600, is 601; optim.lr was 0.003, is 0.001" in str(caught.value)
+    assert "--run.allow_changed drafter.mask_token_id,optim.lr" in str(caught.value)
+    allowed = "drafter.mask_token_id,optim.lr,run.steps"
+    assert train(
+        training_world, training_server.address, run_dir, **changes | {"run__steps": 4}, run__allow_changed=allowed
+    )
+    assert [record["step"] for record in read_records(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_torn_checkpoint_is_skipped_for_the_one_before(
+    unbroken: Path, training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    train(training_world, training_server.address, run_dir)
+    weights = run_dir / "checkpoints" / f"step-{STEPS}" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert train(training_world, training_server.address, run_dir)
+    assert_same_run(run_dir, final_state(unbroken))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_ranks_train_what_one_rank_with_accumulation_trains(
+    num_ranks: int, training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:  # cases 70, 71
+    steps = 4
+    reference = tmp_path / "one"
+    train(
+        training_world, training_server.address, reference,
+        batch__accumulation=num_ranks, run__steps=steps,
+    )  # fmt: skip
+    run_dir = tmp_path / "several"
+    flags = training_world.flags(training_server.address, run_dir, run__steps=steps)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = [
+        Trainer(
+            flags,
+            tmp_path / f"rank-{rank}.log",
+            environment={
+                "RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+        )
+        for rank in range(num_ranks)
+    ]
+    assert [trainer.wait() for trainer in ranks] == [0] * num_ranks, ranks[0].text()
+    assert consumed_by_step(run_dir, num_ranks) == consumed_by_step(reference, 1)
+    ours, theirs = (read_records(path / "metrics.jsonl") for path in (run_dir, reference))
+    for mine, one in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert (mine["tokens"], mine["position"], mine["acc_at"]) == (one["tokens"], one["position"], one["acc_at"])
+    expected = final_state(reference)["model"]
+    for name, tensor in final_state(run_dir)["model"].items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def consumed_by_step(run_dir: Path, num_ranks: int) -> list[list[Any]]:
+    """Batches of each step, over all ranks, in plan order."""
+    ranks = [read_records(run_dir / f"consumed-rank-{rank}.jsonl") for rank in range(num_ranks)]
+    return [
+        sorted((batch for record in records for batch in record["batches"]), key=lambda batch: batch["position"])
+        for records in zip(*ranks, strict=True)
+    ]
+
+
+def test_a_partial_last_step_is_trained_as_it_is(
+    training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    changes = {"batch__accumulation": 7, "run__epochs": 1}
+    flags = training_world.flags(training_server.address, run_dir, **changes)
+    cut = flags.index("--run.steps")
+    del flags[cut : cut + 2]
+    assert run_training(resolve_config(flags=flags).config)
+    steps = [len(record["batches"]) for record in read_records(run_dir / "consumed-rank-0.jsonl")]
+    samples = [s for r in read_records(run_dir / "consumed-rank-0.jsonl") for b in r["batches"] for s in b["samples"]]
+    assert steps[:-1] == [7] * (len(steps) - 1)
+    assert 0 < steps[-1] < 7
+    assert sorted(samples) == list(range(len(samples)))
+
+
+def test_an_environment_full_of_dead_proxies_changes_nothing(
+    unbroken: Path, training_world: TrainingWorld, training_server: Server, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert "http_proxy" in os.environ
+    assert train(training_world, training_server.address, tmp_path / "run")
+    assert_same_run(tmp_path / "run", final_state(unbroken))

@@ -1,0 +1,163 @@
+"""Checkpoints under crashes: written in a process that dies at each phase, read after tearing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter_trainer.checkpoint import Checkpoint, CheckpointStore, differences, join_tensors, split_tensors
+from drafter_trainer.errors import CheckpointError
+
+PHASES = ("files", "manifest", "synced", "renamed", "latest", "pruned")
+
+# For each phase: writes step 1, then dies at that phase of step 2. Forked, because importing torch takes seconds.
+CRASHING = """
+import os, signal, sys
+from pathlib import Path
+from drafter_trainer.checkpoint import CheckpointStore
+from tests.unit.drafter_trainer.test_checkpoint import PHASES, checkpoint
+
+def crash(directory, phase):
+    CheckpointStore(directory, keep=1).save(checkpoint(1))
+    def die(reached):
+        if reached == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+    CheckpointStore(directory, keep=1, on_phase=die).save(checkpoint(2))
+
+for phase in PHASES:
+    if (child := os.fork()) == 0:
+        crash(Path(sys.argv[1]) / phase, phase)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, phase
+"""
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory of checkpoints for each phase, left behind by a process that died in it."""
+    directory = tmp_path_factory.mktemp("crashed")
+    subprocess.run([sys.executable, "-c", CRASHING, str(directory)], check=True, timeout=100)
+    return directory
+
+
+def checkpoint(step: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    weights = {"fc.weight": torch.randn(4, 3, generator=generator)}
+    moments = {0: {"step": torch.tensor(float(step)), "exp_avg": torch.randn(4, 3, generator=generator)}}
+    groups = [{"lr": 0.1 / 3, "betas": (0.9, 0.999), "params": [0], "fused": None}]
+    return Checkpoint(
+        step=step,
+        position=3 * step,
+        identity={"run.seed": 1, "taps": (0, 2)},
+        facts={"target": {"name": "tiny"}},
+        counters={"tokens": 100 * step},
+        model=weights,
+        optimizer={"optimizers": [{"state": moments, "param_groups": groups}], "step_count": step},
+    )
+
+
+def assert_equal(loaded: Checkpoint | None, saved: Checkpoint) -> None:
+    assert loaded is not None
+    assert (loaded.step, loaded.position, loaded.counters) == (saved.step, saved.position, saved.counters)
+    assert torch.equal(loaded.model["fc.weight"], saved.model["fc.weight"])
+    ours, theirs = loaded.optimizer["optimizers"][0], saved.optimizer["optimizers"][0]
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert all(torch.equal(ours["state"][0][name], theirs["state"][0][name]) for name in ("step", "exp_avg"))
+
+
+def test_what_is_saved_comes_back_bit_equal_with_its_python_types(tmp_path: Path) -> None:  # case 89
+    store = CheckpointStore(tmp_path / "checkpoints", keep=3)
+    assert store.load_latest() is None
+    store.save(checkpoint(1))
+    assert_equal(store.load_latest(), checkpoint(1))
+
+
+def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 10):
+        store.save(checkpoint(step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-10", "step-2"]
+    assert os.readlink(tmp_path / "latest") == "step-10"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_crash_at_any_phase_leaves_a_sound_checkpoint(phase: str, crashed: Path) -> None:  # I6, cases 86, 89
+    directory = crashed / phase
+    store = CheckpointStore(directory, keep=1)
+    complete = PHASES.index(phase) >= PHASES.index("renamed")
+    assert_equal(store.load_latest(), checkpoint(2 if complete else 1))
+    # The next run writes over whatever the crash left, and cleans up.
+    store.save(checkpoint(2))
+    store.save(checkpoint(3))
+    assert sorted(path.name for path in directory.iterdir()) == ["latest", "step-3"]
+    assert_equal(store.load_latest(), checkpoint(3))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("harm", ["cut", "flip", "missing"])
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    name: str, harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint(1))
+    path = store.save(checkpoint(2)) / name
+    content, middle = path.read_bytes(), path.stat().st_size // 2
+    if harm == "missing":
+        path.unlink()
+    else:
+        rest = b"" if harm == "cut" else bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        path.write_bytes(content[:middle] + rest)
+    assert_equal(store.load_latest(), checkpoint(1))
+    assert "going back to the one before" in caplog.text
+
+
+def test_no_sound_checkpoint_at_all_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    (store.save(checkpoint(1)) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is sound"):
+        store.load_latest()
+
+
+def test_another_format_is_not_read(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path, keep=2).save(checkpoint(1))
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "format": 99}))
+    (path / "manifest.json").write_text(json.dumps({"files": {}}))
+    with pytest.raises(CheckpointError):
+        CheckpointStore(tmp_path, keep=2).load_latest()
+
+
+def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(checkpoint(1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            store.save(checkpoint(2))
+    assert_equal(store.load_latest(), checkpoint(1))
+
+
+@pytest.mark.parametrize(
+    "value", [1, None, "x", [1, (2, 3)], {"a": {1: 2.5, "b": ()}}, {"state": {}, "groups": [{"betas": (0.9, 0.95)}]}]
+)
+def test_nested_values_without_tensors_survive(value: Any) -> None:
+    tensors, rest = split_tensors(value)
+    assert not tensors
+    assert join_tensors(json.loads(json.dumps(rest)), {}) == value
+
+
+def test_differences_name_changed_missing_and_new_fields_only() -> None:
+    saved = {"same": [1, 2], "changed": 1, "gone": 5}
+    current = {"same": (1, 2), "changed": 2, "new": None, "also new": 0}
+    assert differences(saved, current) == {"also new": (None, 0), "changed": (1, 2), "gone": (5, None)}
