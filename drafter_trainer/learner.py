@@ -21,6 +21,7 @@ from drafter_trainer.heads import HeadShelf
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import OptimSettings, build_optimizer
 from drafter_trainer.recorder import Learner
+from drafter_trainer.target_layers import TargetLayersError, copy_target_layers
 from drafter_trainer.trainer import Progress
 
 __all__ = ["build_learner", "load_checkpoint"]
@@ -105,12 +106,17 @@ def build_learner(blueprint: Blueprint, heads: HeadShelf, saved: Checkpoint | No
 
 
 def initialise(drafter: Drafter, config: TrainerConfig, blueprint: Blueprint, heads: HeadShelf) -> None:
-    """First weights: drawn from the seed, or those of ``drafter.init_from``."""
+    """First weights: drawn from the seed, copied from the target's last layers, or those of ``drafter.init_from``."""
     if config.drafter.init_from is not None:
         load_weights(drafter, config.drafter.init_from)
         return
     head = heads.head(blueprint.target.version).to("cpu", torch.float32)
     drafter.initialise(head, torch.Generator().manual_seed(config.run.seed))
+    if config.drafter.init_target_layers is not None:
+        try:
+            copy_target_layers(drafter, config.drafter.init_target_layers)
+        except TargetLayersError as error:
+            raise UserError("drafter.init_target_layers", config.drafter.init_target_layers, str(error)) from error
 
 
 def load_weights(drafter: Drafter, directory: Path) -> None:
