@@ -31,7 +31,6 @@ _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 60.0
 _EXPORT_TIMEOUT_S = 120.0
 _EVALUATE_TIMEOUT_S = 1800.0
-_OTHER = {"bf16": "fp32", "fp32": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -193,13 +192,13 @@ def _export(demo: _Demo) -> None:
 
 
 def _evaluate(demo: _Demo) -> dict[str, Mapping[str, Any]]:
-    """Decodes the held-out prompts in both element types, the machine's faster one first."""
-    main = demo.machine.dtype
-    amounts = {main: demo.recipe.main_evaluation, _OTHER[main]: demo.recipe.other_evaluation}
+    """Decodes the held-out prompts in both element types."""
+    amounts = demo.recipe.evaluations(demo.machine.dtype)
     return {dtype: _evaluate_in(demo, dtype, amount) for dtype, amount in amounts.items()}
 
 
 def _evaluate_in(demo: _Demo, dtype: str, amount: Evaluation) -> Mapping[str, Any]:
+    threads = str(demo.recipe.evaluation_threads or demo.machine.cores)
     command = demo.command(
         "drafter_trainer",
         "evaluate",
@@ -208,8 +207,9 @@ def _evaluate_in(demo: _Demo, dtype: str, amount: Evaluation) -> Mapping[str, An
         f"--evaluate.prompts={_short(demo.files.held_out)}",
         f"--evaluate.num_prompts={amount.num_prompts}",
         f"--evaluate.max_new_tokens={amount.max_new_tokens}",
+        f"--evaluate.speed_prompts={amount.speed_prompts}",
         f"--evaluate.dtype={dtype}",
-        f"--run.num_threads={demo.machine.cores}",
+        f"--run.num_threads={threads}",
         "--json",
     )
     result = demo.options.run_dir / f"evaluation-{dtype}.json"
@@ -218,7 +218,7 @@ def _evaluate_in(demo: _Demo, dtype: str, amount: Evaluation) -> Mapping[str, An
         command,
         log=demo.log(f"evaluate-{dtype}"),
         output=result,
-        environment={**demo.environment, "OMP_NUM_THREADS": str(demo.machine.cores)},
+        environment={**demo.environment, "OMP_NUM_THREADS": threads},
         timeout_s=_EVALUATE_TIMEOUT_S,
     )
     return json.loads(result.read_text(encoding="utf-8"))

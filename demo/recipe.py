@@ -35,7 +35,11 @@ class Evaluation:
     """How much is decoded in one element type."""
 
     num_prompts: int
+    """Prompts from the start of the held-out file."""
     max_new_tokens: int
+    """Tokens of an answer at most."""
+    speed_prompts: int
+    """How many of the prompts are timed, with and without the drafter."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,13 @@ class Recipe:
     prepare: Callable[[Path, Say], Prepared]
     """(cache directory, line printer) -> the files; makes what is missing."""
     main_evaluation: Evaluation
-    """In the element type that the machine is faster in; speeds and acceptance are of this one."""
-    other_evaluation: Evaluation
-    """In the other one, to compare the tokens."""
+    """In the element type that the machine is faster in: acceptance and speed are of this one."""
+    fp32_evaluation: Evaluation
+    """In fp32 where bf16 is faster: whether every output is plain greedy decoding's."""
+    bf16_evaluation: Evaluation
+    """In bf16 where fp32 is faster: few prompts, as cores without bf16 instructions read a prompt ten times slower."""
+    evaluation_threads: int | None
+    """Threads for decoding; None: every core, as nothing else runs then."""
     step_gflop: float
     """Matrix-product work of a training step, target's forward included, in giga floating-point operations."""
     step_overhead_s: float
@@ -60,6 +68,11 @@ class Recipe:
     """Work of both evaluations, in giga floating-point operations as `machine` measures them."""
     reserved_s: float
     """What starting the programs, loading models three times and exporting take, in seconds."""
+
+    def evaluations(self, main_dtype: str) -> dict[str, Evaluation]:
+        """By element type, the main one first."""
+        other = {"fp32": ("bf16", self.bf16_evaluation), "bf16": ("fp32", self.fp32_evaluation)}[main_dtype]
+        return dict([(main_dtype, self.main_evaluation), other])
 
     @property
     def server_config(self) -> Path:
@@ -78,8 +91,10 @@ def smollm2_recipe(num_prompts: int) -> Recipe:
         name="smollm2",
         title="SmolLM2-135M-Instruct, 770 conversations with its own answers",
         prepare=_prepare_smollm2,
-        main_evaluation=Evaluation(num_prompts, max_new_tokens=64),
-        other_evaluation=Evaluation(num_prompts, max_new_tokens=24),
+        main_evaluation=Evaluation(num_prompts, max_new_tokens=64, speed_prompts=14),
+        fp32_evaluation=Evaluation(num_prompts, max_new_tokens=32, speed_prompts=0),
+        bf16_evaluation=Evaluation(min(num_prompts, 7), max_new_tokens=24, speed_prompts=7),
+        evaluation_threads=None,
         step_gflop=14.0,
         step_overhead_s=0.05,
         evaluation_gflop=3_000.0,
@@ -93,8 +108,10 @@ def tiny_recipe(num_prompts: int) -> Recipe:
         name="tiny",
         title="a tiny target that can count",
         prepare=_prepare_tiny,
-        main_evaluation=Evaluation(num_prompts, max_new_tokens=24),
-        other_evaluation=Evaluation(min(8, num_prompts), max_new_tokens=24),
+        main_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=8),
+        fp32_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
+        bf16_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
+        evaluation_threads=1,  # products this small are not worth waking a second thread for
         step_gflop=0.0,
         step_overhead_s=0.05,
         evaluation_gflop=0.0,

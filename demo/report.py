@@ -48,6 +48,10 @@ class Outcome:
     """Prompts decoded in fp32."""
     prompts_bf16: int
     """Prompts decoded in bf16."""
+    tok_s_plain_bf16: float | None
+    """As `tok_s_plain`, in bf16; None where it was not timed."""
+    tok_s_speculative_bf16: float | None
+    """As `tok_s_speculative`, in bf16."""
     errors: int
     """Outputs that differ from plain decoding's where there is no tie; anything but 0 is a fault."""
     train_minutes: float
@@ -94,7 +98,9 @@ def build_outcome(
         dtype=main_dtype,
         prompts_fp32=fp32["prompts"],
         prompts_bf16=bf16["prompts"],
-        errors=sum(e["prompts"] - e["identical"] - e["ties"] for e in evaluations.values()),
+        tok_s_plain_bf16=bf16["tok_s_plain"],
+        tok_s_speculative_bf16=bf16["tok_s_speculative"],
+        errors=sum(evaluation["mismatches"] for evaluation in evaluations.values()),
         train_minutes=train_minutes,
         tok_s_trained=tokens / max(1e-9, sum(row["step_s"] for row in metrics)),
     )
