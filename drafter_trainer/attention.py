@@ -1,7 +1,8 @@
 """Attention of block queries over the fused context and their own block.
 
-Owns the kernels; the rules are in `attention_rules`. Must never form a matrix over context + blocks, and must never let
-a document or a block see another.
+Owns the choice of kernel and the kernel of the CPU; the rules are in `attention_rules`, the kernel that trains on CUDA
+is in `attention_flex`. Must never form a matrix over context + blocks, and must never let a document or a block see
+another.
 
 The kernel here takes a few sorted anchors of one document at a time. Their visible context is a prefix of the
 document's, so its keys are a slice, masked only behind the first anchor, and each block's own keys are a small batched
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from drafter_trainer.attention_flex import attend_flex
 from drafter_trainer.attention_rules import BlockLayout, Visibility
 
 __all__ = ["BlockLayout", "Visibility", "attend"]
@@ -49,6 +51,9 @@ def attend(
     Returns:
         [Q, N, H] in the queries' dtype. Softmax is in fp32 (fp64 for fp64 inputs), products in the inputs' dtype.
     """
+    # Only training repeats shapes often enough to pay for flex's compilation; decoding meets a new length each round.
+    if query_QNH.is_cuda and query_QNH.requires_grad and len(query_QNH):
+        return attend_flex(query_QNH, context_kv, block_kv, layout=layout, visibility=visibility)
     out: Tensor = _BlockAttention.apply(query_QNH, *context_kv, *block_kv, _Rules(layout, visibility))  # type: ignore[no-untyped-call]
     return out
 

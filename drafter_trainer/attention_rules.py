@@ -26,9 +26,9 @@ Shapes: T packed context tokens, A anchors, K block, Q = A*K block tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,12 +61,14 @@ class BlockLayout:
         document_A: int64, CPU: the document of each anchor.
         position_A: int64, CPU: the anchor's position in its document, from 0 to the document's length.
         block_size: K.
+        memo: What kernels derive from this layout, kept so that layers share it.
     """
 
     lengths: tuple[int, ...]
     document_A: Tensor
     position_A: Tensor
     block_size: int
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_anchors(cls, lengths: tuple[int, ...], anchors: Anchors, *, block_size: int) -> BlockLayout:
