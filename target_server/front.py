@@ -83,7 +83,7 @@ def check_start(config: ServerConfig) -> None:
         port = config.replica.port_base + index
         if port > 65535:
             raise UserError("replica.port_base", config.replica.port_base, f"replica {index} would have port {port}")
-        with _bound(config.host, port):
+        with _bound(config.host, port, field="replica.port_base"):
             pass
 
 
@@ -128,7 +128,7 @@ async def _start_server(
     config: ServerConfig, supervisor: Supervisor, status: health.aio.HealthServicer
 ) -> tuple[grpc.aio.Server, int]:
     # gRPC's own bind error names no reason; a plain socket's does.
-    with _bound(config.host, config.port):
+    with _bound(config.host, config.port, field="listen"):
         pass
     server = grpc.aio.server(options=server_options())
     servicer = FrontServicer(supervisor, config.replica.advertise_host)
@@ -186,7 +186,7 @@ def _stop_signal(supervisor: Supervisor) -> asyncio.Event:
 
 
 @contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[None]:
+def _bound(host: str, port: int, *, field: str) -> Iterator[None]:
     """Holds an address for a moment.
 
     Raises:
@@ -199,7 +199,7 @@ def _bound(host: str, port: int) -> Iterator[None]:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise UserError("listen", f"{host}:{port}", f"{reason}; give another HOST:PORT") from error
+            raise UserError(field, f"{host}:{port}", f"{reason}; give another one") from error
         yield
 
 

@@ -19,7 +19,7 @@ from target_wire.spec import DType
 from target_wire.v1 import target_pb2
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from target_server.config import ModelConfig
 from target_server.errors import UserError
@@ -81,6 +81,7 @@ def load_target(settings: ModelConfig, devices: list[str]) -> LoadedTarget:
 
 def _build_model(path: Path, settings: ModelConfig, devices: list[str]) -> Any:
     disable_progress_bar()
+    set_verbosity_error()
     placement: dict[str, Any] = {"device_map": "auto", "max_memory": _memory_of(devices)} if len(devices) > 1 else {}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -91,6 +92,8 @@ def _build_model(path: Path, settings: ModelConfig, devices: list[str]) -> Any:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            # Neither is accepted: `_check_report` names them, where transformers prints a table.
+            ignore_mismatched_sizes=True,
             **placement,
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -102,7 +105,8 @@ def _build_model(path: Path, settings: ModelConfig, devices: list[str]) -> Any:
 
 def _check_report(report: Mapping[str, Any], path: Path) -> None:
     for kind, problem in (("missing_keys", "lacks the weight"), ("mismatched_keys", "has another shape for")):
-        names = sorted(str(name) for name in report.get(kind) or ())
+        entries = report.get(kind) or ()
+        names = sorted(entry if isinstance(entry, str) else str(entry[0]) for entry in entries)
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(_FIELD, path, f"{problem} {names[0]}{more}; its config.json and safetensors disagree")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import cast
+from typing import Any, cast
 
 import grpc
-from google.protobuf import json_format
 from target_wire.channel import channel_options
 from target_wire.v1 import target_pb2, target_pb2_grpc
 
@@ -29,31 +28,66 @@ def print_status(address: str, *, as_json: bool, timeout_s: float) -> int:
             call = cast("grpc.Call", error)
             raise UserError("address", address, f"{call.code().name.lower()}: {call.details()}") from error
     if as_json:
-        print(
-            json.dumps(
-                json_format.MessageToDict(
-                    description, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-                )
-            )
-        )
+        print(json.dumps(_as_dict(description)))
     else:
         print("\n".join(_lines(description)))
     return 0
+
+
+def _as_dict(description: target_pb2.DescribeTargetResponse) -> dict[str, Any]:
+    """Returns the answer with the contract's field names, numbers as numbers and states by their short names."""
+    model, version = description.model, description.version
+    return {
+        "protocol_version": description.protocol_version,
+        "model": {
+            "name": model.name,
+            "architecture": model.architecture,
+            "model_type": model.model_type,
+            "hidden_size": model.hidden_size,
+            "layer_count": model.layer_count,
+            "vocab_size": model.vocab_size,
+            "tie_word_embeddings": model.tie_word_embeddings,
+            "dtype": _dtype(model.dtype),
+            "max_position_count": model.max_position_count,
+            "tokenizer_digest": model.tokenizer_digest,
+        },
+        "version": {"number": version.number, "digest": version.digest},
+        "max_batch_token_count": description.max_batch_token_count,
+        "max_sequence_token_count": description.max_sequence_token_count,
+        "replicas": [
+            {
+                "index": replica.index,
+                "address": replica.address,
+                "port": replica.port,
+                "devices": list(replica.devices),
+                "state": _state(replica.state),
+                "restart_count": replica.restart_count,
+            }
+            for replica in description.replicas
+        ],
+    }
 
 
 def _lines(description: target_pb2.DescribeTargetResponse) -> list[str]:
     model, version = description.model, description.version
     lines = [
         f"target    {model.name} ({model.architecture}), {model.layer_count} layers of {model.hidden_size}, "
-        f"vocabulary {model.vocab_size}, {target_pb2.Dtype.Name(model.dtype).removeprefix('DTYPE_').lower()}",
+        f"vocabulary {model.vocab_size}, {_dtype(model.dtype)}",
         f"version   {version.number} {version.digest}",
         f"limits    {description.max_batch_token_count} tokens a batch, "
         f"{description.max_sequence_token_count} a sequence",
     ]
     for replica in description.replicas:
-        state = target_pb2.ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_").lower()
         lines.append(
-            f"replica {replica.index} {state} on {','.join(replica.devices)}, port {replica.port}, "
+            f"replica {replica.index} {_state(replica.state)} on {','.join(replica.devices)}, port {replica.port}, "
             f"{replica.restart_count} restarts"
         )
     return lines
+
+
+def _dtype(number: target_pb2.Dtype.ValueType) -> str:
+    return target_pb2.Dtype.Name(number).removeprefix("DTYPE_").lower()
+
+
+def _state(number: target_pb2.ReplicaState.ValueType) -> str:
+    return target_pb2.ReplicaState.Name(number).removeprefix("REPLICA_STATE_").lower()

@@ -1,0 +1,86 @@
+"""Settings: layers, their order, and one-line errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from target_server.__main__ import _parse, main
+from target_server.config import ServerConfig, load_config, resolved_lines
+from target_server.errors import UserError
+from target_server.supervisor import thread_count
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def load(*flags: str) -> tuple[ServerConfig, dict[str, str]]:
+    return load_config(*_parse(["serve", *flags]))
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("limits: {max_batch_token_count: 10, max_tap_count: 3, max_session_count: 4}\nlisten: 'h:1'\n")
+    monkeypatch.setenv("TARGET_SERVER__LIMITS__MAX_TAP_COUNT", "4")
+    monkeypatch.setenv("TARGET_SERVER__LIMITS__MAX_SESSION_COUNT", "5")
+    config, origins = load("--config", str(file), "--limits.max_session_count", "6", "--devices", "cpu,cpu")
+    assert config.limits.max_batch_token_count == 10
+    assert config.limits.max_tap_count == 4
+    assert config.limits.max_session_count == 6
+    assert config.limits.max_outstanding_request_count == 64
+    assert config.devices == ["cpu", "cpu"]
+    lines = resolved_lines(config, origins)
+    assert f"limits.max_batch_token_count: 10  # file {file}" in lines
+    assert "limits.max_tap_count: 4  # environment" in lines
+    assert "limits.max_session_count: 6  # flag" in lines
+    assert "limits.max_outstanding_request_count: 64  # default" in lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.dtype", "int8"], "model.dtype: int8: "),
+        (["--model.pth", "x"], "unrecognized arguments: --model.pth x: "),
+        (["--limits.max_batch_token_count", "0"], "limits.max_batch_token_count: 0: "),
+        (["--listen", "nowhere"], "listen: nowhere: "),
+        (["--devices", "cpu,cpu,cpu", "--replica.devices_per_replica", "2"], "replica.devices_per_replica: 2: "),
+        (["--buffers.host_slot_count", "8"], "buffers.host_slot_count: 8: "),
+        (["--config", "/none.yaml"], "--config: /none.yaml: "),
+        (["--model.path", "/none"], "model.path: /none: no such directory"),
+        ([], "model.path: -: not given"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_2(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"target-server: {message}"), error
+    assert error.count("\n") == 1
+
+
+def test_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("limits: {max_tokens: 10}\n")
+    with pytest.raises(UserError) as refused:
+        load("--config", str(file))
+    assert (refused.value.field, refused.value.value) == ("limits.max_tokens", "10")
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs/server").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_shipped_config_loads(file: Path) -> None:
+    load("--config", str(file))
+
+
+def test_replicas_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
+    assert thread_count(load("--devices", "cpu,cpu")[0]) == 4
+    assert thread_count(load("--devices", "cuda:0,cuda:1")[0]) == 1
+    assert thread_count(load("--replica.num_threads", "3")[0]) == 3
+
+
+def test_front_imports_no_torch() -> None:
+    code = "import sys, target_server.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
