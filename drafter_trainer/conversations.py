@@ -16,9 +16,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Conversation", "DropReason", "DroppedError", "parse_row"]
+__all__ = ["Conversation", "DropReason", "DroppedError", "parse_prompt", "parse_row"]
+
+_T = TypeVar("_T")
 
 # "from" names that ShareGPT-like datasets use.
 _ALIASES = {
@@ -88,6 +90,26 @@ def parse_row(line: bytes, *, role_aliases: Mapping[str, str]) -> Conversation:
     Raises:
         DroppedError: The line holds none that could be trained on.
     """
+    row = _load(line)
+    return _first_good(row, lambda raw: _conversation(raw, row, role_aliases))
+
+
+def parse_prompt(line: bytes, *, role_aliases: Mapping[str, str]) -> tuple[Conversation, str]:
+    """One line as a prompt: the messages up to the last question, and the row's `source`, if it has one.
+
+    Raises:
+        DroppedError: The line holds no question.
+    """
+    row = _load(line)
+    messages = _first_good(row, lambda raw: _messages(raw, row, role_aliases))
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DroppedError(DropReason.NO_MESSAGES)
+    return Conversation(tuple(messages), _tools(row.get("tools"))), str(row.get("source", ""))
+
+
+def _load(line: bytes) -> Mapping[str, Any]:
     if not line.strip():
         raise DroppedError(DropReason.BLANK_LINE)
     try:
@@ -97,12 +119,15 @@ def parse_row(line: bytes, *, role_aliases: Mapping[str, str]) -> Conversation:
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         raise DroppedError(DropReason.UNKNOWN_SCHEMA, f"a {type(row).__name__}")
-    aliases = _ALIASES | dict(role_aliases)
-    readings = [read for key, read in _SCHEMAS.items() if key in row]
+    return row
+
+
+def _first_good(row: Mapping[str, Any], check: Callable[[Any], _T]) -> _T:
+    """What `check` makes of the first schema it accepts; the refusal of the first one if it accepts none."""
     refusal: DroppedError | None = None
-    for read in readings:
+    for read in (read for key, read in _SCHEMAS.items() if key in row):
         try:
-            return _checked(read(row), row, aliases)
+            return check(read(row))
         except DroppedError as error:
             refusal = refusal or error
     raise refusal or DroppedError(DropReason.UNKNOWN_SCHEMA, ", ".join(list(row)[:8]))
@@ -123,12 +148,8 @@ _SCHEMAS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 
 
-def _checked(raw: Any, row: Mapping[str, Any], aliases: Mapping[str, str]) -> Conversation:
-    if not isinstance(raw, list) or not raw:
-        raise DroppedError(DropReason.NO_MESSAGES)
-    messages = [_message(entry, aliases) for entry in raw]
-    if isinstance(row.get("system"), str) and row["system"].strip() and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": row["system"]})
+def _conversation(raw: Any, row: Mapping[str, Any], aliases: Mapping[str, str]) -> Conversation:
+    messages = _messages(raw, row, aliases)
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
@@ -139,6 +160,15 @@ def _checked(raw: Any, row: Mapping[str, Any], aliases: Mapping[str, str]) -> Co
         if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
             raise DroppedError(DropReason.EMPTY_ANSWER)
     return Conversation(tuple(messages), _tools(row.get("tools")))
+
+
+def _messages(raw: Any, row: Mapping[str, Any], aliases: Mapping[str, str]) -> list[dict[str, Any]]:
+    if not isinstance(raw, list) or not raw:
+        raise DroppedError(DropReason.NO_MESSAGES)
+    messages = [_message(entry, _ALIASES | dict(aliases)) for entry in raw]
+    if isinstance(row.get("system"), str) and row["system"].strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return messages
 
 
 def _message(entry: Any, aliases: Mapping[str, str]) -> dict[str, Any]:

@@ -88,6 +88,14 @@ class ChatTokenizer:
             )
         return samples
 
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """Token ids of a conversation that ends with a question, as serving would send it.
+
+        Raises:
+            DroppedError: The template refuses it.
+        """
+        return self._ids(self._render(conversation, prompting=True))
+
     def _turn(self, conversation: Conversation, index: int) -> tuple[list[int], list[int]]:
         """Token ids before and of the answer at `index`."""
         before, answer = conversation.messages[:index], conversation.messages[index]

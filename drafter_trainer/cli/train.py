@@ -12,6 +12,7 @@ from itertools import islice
 
 from drafter_trainer.cli.prepare import open_with_progress
 from drafter_trainer.cli.settings import plan_settings, read_settings, require, total_steps
+from drafter_trainer.client.addresses import check_address
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.dataset import TokenDataset
 from drafter_trainer.errors import EXIT_DONE, UserError
@@ -31,6 +32,11 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         print_plan(Plan(open_with_progress(config), plan_settings(config)), options.print_plan)
         return EXIT_DONE
     require(config, "target.addresses", "run.dir", "data.path")
+    for address in config.target.addresses:
+        try:
+            check_address(address)
+        except ValueError as error:
+            raise UserError("target.addresses", address, str(error)) from error
     dataset = open_with_progress(config)
     if options.dry_run:
         print(dry_run(config, dataset), end="")

@@ -81,6 +81,9 @@ class TargetSection(Section):
     """Bytes of features that may be on the way or waiting, per rank. Must hold the largest micro-batch."""
     requests_ahead: int = Field(default=4, ge=1, le=1024)
     """Micro-batches requested ahead of the one in training, as far as the window allows."""
+    feature_cache_bytes: int = Field(default=0, ge=0)
+    """Host memory, per rank, in which features are kept so that later epochs don't ask the target again. 0: none, and a
+    resumed run repeats an unbroken one bit for bit."""
     wire_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Element type of the features on the wire; auto takes the target's own."""
 
@@ -139,6 +142,9 @@ class DrafterSection(Section):
     """Tokens that sliding layers see back, the current one included; none means full attention everywhere."""
     full_attention_layers: int = Field(default=1, ge=0)
     """With a sliding window: how many of the last layers still see everything."""
+    init_target_layers: Path | None = None
+    """Local directory of the target, whose last blocks become the first weights of the layers (Llama, Mistral, Qwen2,
+    Qwen3). Learns faster where steps are few."""
     init_from: Path | None = None
     """Exported drafter or checkpoint to start from instead of random weights."""
 
@@ -233,10 +239,10 @@ class RunSection(Section):
 
 
 class EvaluateSection(Section):
-    """Acceptance length, simulated in training and real in `evaluate`."""
+    """Acceptance length: by real decoding in `evaluate`, simulated while training."""
 
     prompts: Path | None = None
-    """JSON Lines of held-out conversations; their last answers are ignored."""
+    """JSON Lines of held-out prompts, or of conversations, whose last answers are then left out."""
     num_prompts: int | None = Field(default=None, ge=1)
     """Prompts to use from the start of the file; by default all."""
     max_new_tokens: int = Field(default=128, ge=1)
@@ -244,13 +250,15 @@ class EvaluateSection(Section):
     target_model: Path | None = None
     """Local directory of the target, loaded by `evaluate` itself."""
     checkpoint: Path | None = None
-    """Checkpoint or exported drafter; by default run.dir's latest."""
+    """Exported drafter or checkpoint; by default run.dir's newest checkpoint."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type of target and drafter."""
-    compare_plain: bool = True
-    """Also decode plainly, to compare tokens and speed."""
+    block_size: int | None = Field(default=None, ge=2)
+    """Block length to decode with; by default the trained one."""
+    speed_prompts: int | None = Field(default=None, ge=0)
+    """Prompts that are also timed, plain and with blocks; by default all, 0 for none."""
     every_steps: int | None = Field(default=None, ge=1)
-    """Steps between evaluations while training; none by default."""
+    """Training steps between simulated acceptance lengths; by default as run.log_every_steps."""
 
 
 class TrainerConfig(BaseSettings):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from drafter_trainer.conversations import DroppedError, DropReason, parse_row
+from drafter_trainer.conversations import DroppedError, DropReason, parse_prompt, parse_row
 
 QA = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
 SHARED = [{"from": "human", "value": "one?"}, {"from": "gpt", "value": "two"}]
@@ -109,3 +109,18 @@ def test_reasoning_and_tools_reach_the_template():  # case 21
     assert conversation.messages[-1]["reasoning_content"] == "because"
     assert conversation.answers == [1, 3]
     assert parsed({"messages": QA, "tools": json.dumps(tools)}).tools == tools
+
+
+def test_prompt_ends_with_its_last_question_and_keeps_its_source():
+    row = json.dumps({"messages": [*QA, *QA], "source": "gcd"}).encode()
+    conversation, source = parse_prompt(row, role_aliases={})
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "user"]
+    assert source == "gcd"
+    alone = parse_prompt(json.dumps({"messages": QA[:1]}).encode(), role_aliases={})
+    assert (len(alone[0].messages), alone[1]) == (1, "")
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'[{"role": "assistant", "content": "x"}]', b'{"source": "x"}'])
+def test_line_without_a_question_is_no_prompt(line):
+    with pytest.raises(DroppedError):
+        parse_prompt(line, role_aliases={})
