@@ -94,6 +94,8 @@ class BuffersConfig(_Section):
     """Packed buffers on the device; unused on the CPU, where a forward writes into the host slot itself."""
     copy_overlap: bool = True
     """Whether a batch is copied to the host while the next forward runs."""
+    copy_audit: Literal["off", "sampled", "always"] = "sampled"
+    """Which batches are checked against a checksum that the device computed; sampled: one in 16."""
     frame_bytes: int = Field(default=2 << 20, ge=1, le=4 << 20)
     """Aim for the size of a frame's body; frames are cut at token rows."""
 

@@ -23,7 +23,7 @@ import torch
 
 from target_server.streams import Event, Streams
 
-__all__ = ["CopierThread", "CopyPipeline"]
+__all__ = ["Copier", "CopyPipeline"]
 
 _log = logging.getLogger(__name__)
 _Job = TypeVar("_Job")
@@ -67,19 +67,21 @@ class CopyPipeline:
         if buffer.copied is not None:
             compute.wait_event(buffer.copied)
         compute.enqueue(lambda: fill(packed))
-        self._copy.wait_event(compute.record_event())
+        filled = compute.record_event()
+        self._copy.wait_event(filled)
         self._copy.enqueue(lambda: _copy_out(packed, slot_memory))
-        buffer.copied = self._copy.record_event()
+        copied = self._copy.record_event()
+        buffer.copied = copied
         self._next = (self._next + 1) % len(self._buffers)
-        return buffer.copied
+        return copied
 
 
 def _copy_out(packed: torch.Tensor, slot_memory: torch.Tensor) -> None:
     slot_memory.copy_(packed, non_blocking=True)
 
 
-class CopierThread(Generic[_Job]):
-    """Waits for copies in the order in which they were issued and passes each job on."""
+class Copier(Generic[_Job]):
+    """Waits for copies in the order in which they were issued and passes each job on, on a thread of its own."""
 
     def __init__(
         self, on_copied: Callable[[_Job], None], on_fatal: Callable[[Exception], None], *, timeout_s: float
@@ -104,13 +106,16 @@ class CopierThread(Generic[_Job]):
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def finish(self, job: _Job, copied: Event) -> None:
+        """Waits for one copy and passes its job on; what the thread does for each."""
+        copied.wait(self._timeout_s)
+        self._on_copied(job)
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            job, copied = item
             try:
-                copied.wait(self._timeout_s)
-                self._on_copied(job)
+                self.finish(*item)
             except Exception as error:
-                _log.exception("the copy of a batch failed")
+                _log.exception("the replica can't go on")
                 self._on_fatal(error)
                 return

@@ -7,6 +7,7 @@ The tree::
       ReplicaStartError    no replica came up, for a reason that is not the user's
       ReplicaFatalError    the replica's device or thread can't be trusted any more: the process ends and is restarted
         DeadlineError      a wait inside the replica ran out of time
+        CopyAuditError     a host slot does not hold what the device packed
 
 What a *caller* did wrong is a `target_wire.errors.WireError`; `abort_with` is the one place that turns one into a
 canonical status with `google.rpc.ErrorInfo`. The text of an exception that is not ours never goes onto the wire.
@@ -27,6 +28,7 @@ from grpc_status import rpc_status
 from target_wire.errors import DOMAIN, Code, Reason, WireError
 
 __all__ = [
+    "CopyAuditError",
     "DeadlineError",
     "ReplicaFatalError",
     "ReplicaStartError",
@@ -70,6 +72,10 @@ class ReplicaFatalError(ServerError):
 
 class DeadlineError(ReplicaFatalError):
     """A wait inside the replica ran out of time; the message says what it waited for and how long."""
+
+
+class CopyAuditError(ReplicaFatalError):
+    """A copy delivered other bytes than were packed: buffers are not owned as they should be. Names batch and slot."""
 
 
 def _status_of(error: WireError) -> grpc.Status:

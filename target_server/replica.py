@@ -7,7 +7,7 @@ the event loop's objects: results cross by callbacks that the process wires to t
 Behind a batch's payload, in the same slot and the same copy, lie 16 bytes of status computed on the device (STATUS):
 
     0  int64  1 when every element is finite, else 0 (I4)
-    8  int64  reserved
+    8  int64  checksum of everything before the status (audit.py), when the batch is audited
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from target_wire.codec import dtype_to_torch, tensor_to_buffer
 from target_wire.errors import Code, Reason, WireError
 
+from target_server.audit import AuditPolicy, checksum
 from target_server.buffers import HostSlot
 from target_server.capture import capture_batch, is_finite
 from target_server.config import ServerConfig
-from target_server.copier import CopierThread, CopyPipeline
-from target_server.errors import ReplicaFatalError
+from target_server.copier import Copier, CopyPipeline
+from target_server.errors import CopyAuditError, ReplicaFatalError
 from target_server.loading import LoadedTarget
 from target_server.packing import plan_parts
 from target_server.scheduler import CaptureJob
@@ -52,6 +54,14 @@ def allocate_slots(streams: Streams, *, count: int, payload_bytes: int) -> list[
         memory = streams.allocate_host(_status_offset(payload_bytes) + _STATUS_BYTES)
         slots.append(HostSlot(index, memory, tensor_to_buffer(memory.view(torch.bfloat16))[:payload_bytes]))
     return slots
+
+
+@dataclass(frozen=True, eq=False)
+class _Issued:
+    """A job whose copy is on its way, and whether it will be audited."""
+
+    job: CaptureJob
+    audited: bool
 
 
 class Replica:
@@ -91,7 +101,8 @@ class Replica:
             buffer_count=config.buffers.device_buffer_count,
             overlap=self._overlap,
         )
-        self._copier: CopierThread[CaptureJob] = CopierThread(self._copied, on_fatal, timeout_s=self._forward_timeout_s)
+        self._audit = AuditPolicy(config.buffers.copy_audit)
+        self._copier: Copier[_Issued] = Copier(self._copied, on_fatal, timeout_s=self._forward_timeout_s)
         self._jobs: queue.SimpleQueue[CaptureJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
@@ -128,15 +139,16 @@ class Replica:
                 self._on_failed(job, WireError(Code.INTERNAL, Reason.CAPTURE_FAILED, detail))
 
     def _capture(self, job: CaptureJob) -> None:
+        issued = _Issued(job, self._audit.takes_next())
         region = job.slot.memory[: _status_offset(job.batch.payload_bytes) + _STATUS_BYTES]
-        copied = self._pipeline.run(lambda packed: self._fill(job, packed), region)
+        copied = self._pipeline.run(lambda packed: self._fill(issued, packed), region)
         if not self._overlap:
             copied.wait(self._forward_timeout_s)
-        self._copier.put(job, copied)
+        self._copier.put(issued, copied)
 
-    def _fill(self, job: CaptureJob, packed: torch.Tensor) -> None:
+    def _fill(self, issued: _Issued, packed: torch.Tensor) -> None:
         """Issues a forward that writes the batch's rows and its status into flat uint8 memory."""
-        batch = job.batch
+        batch = issued.job.batch
         terms = batch.session.terms
         rows = packed[: batch.payload_bytes].view(self._dtype)
         capture_batch(
@@ -146,11 +158,29 @@ class Replica:
             taps=terms.taps,
             packed_TLD=rows.view(batch.token_count, len(terms.taps), -1),
         )
-        _status(packed, batch.payload_bytes)[0] = is_finite(rows)
+        end = _status_offset(batch.payload_bytes)
+        packed[batch.payload_bytes : end].zero_()
+        status = _status(packed, batch.payload_bytes)
+        status[0] = is_finite(rows)
+        if issued.audited:
+            status[1] = checksum(packed[:end])
 
-    def _copied(self, job: CaptureJob) -> None:
+    def _copied(self, issued: _Issued) -> None:
+        job = issued.job
         status = _status(job.slot.memory, job.batch.payload_bytes)
+        if issued.audited:
+            self._check_copy(job, int(status[1].item()))
         self._on_captured(job, bool(status[0].item()))
+
+    def _check_copy(self, job: CaptureJob, packed_checksum: int) -> None:
+        end = _status_offset(job.batch.payload_bytes)
+        copied_checksum = int(checksum(job.slot.memory[:end]).item())
+        if copied_checksum != packed_checksum:
+            raise CopyAuditError(
+                f"copy audit: request {job.batch.request_id} of session {job.batch.session.key} "
+                f"({job.batch.session.terms.client_name or 'unnamed'}), {job.batch.payload_bytes} bytes in host slot "
+                f"{job.slot.index}: the host holds {copied_checksum:#x}, the device packed {packed_checksum:#x}"
+            )
 
 
 def _status_offset(payload_bytes: int) -> int:
