@@ -14,13 +14,14 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from demo.errors import DemoError
 from demo.machine import Machine, measure_machine, steps_that_fit
-from demo.programs import Program, run_to_end, start_program, wait_for_file
+from demo.programs import Program, start_program, wait_for_file
 from demo.progress import say, watch_training
 from demo.recipe import CHECKOUT, Evaluation, Prepared, Recipe
 from demo.report import Outcome, build_outcome
@@ -154,6 +155,7 @@ def _serve_and_train(demo: _Demo, steps: int, *, deadline: float) -> Sequence[Ma
             f"--target.addresses=127.0.0.1:{port}",
             f"--data.path={_short(demo.files.training)}",
             f"--data.tokenizer={_short(demo.files.target)}",
+            f"--drafter.init_target_layers={_short(demo.files.target)}",
             f"--data.prepared_dir={_short(demo.options.run_dir / 'prepared')}",
             f"--run.dir={_short(demo.train_dir)}",
             f"--run.steps={steps}",
@@ -182,22 +184,28 @@ def _export(demo: _Demo) -> None:
     command = demo.command(
         "drafter_trainer", "export", f"--run.dir={_short(demo.train_dir)}", f"--output={_short(demo.drafter_dir)}"
     )
-    run_to_end(
-        "drafter-trainer export",
-        command,
-        log=demo.log("export"),
-        environment=demo.environment,
-        timeout_s=_EXPORT_TIMEOUT_S,
-    )
+    with start_program(
+        "drafter-trainer export", command, log=demo.log("export"), environment=demo.environment
+    ) as export:
+        export.wait_for_success(_EXPORT_TIMEOUT_S)
 
 
 def _evaluate(demo: _Demo) -> dict[str, Mapping[str, Any]]:
-    """Decodes the held-out prompts in both element types."""
+    """Decodes the held-out prompts in both element types: at the same time if each needs one core, else in turn."""
     amounts = demo.recipe.evaluations(demo.machine.dtype)
-    return {dtype: _evaluate_in(demo, dtype, amount) for dtype, amount in amounts.items()}
+    at_once = demo.recipe.evaluation_threads == 1 and demo.machine.cores > 1
+    with ExitStack() as running:
+        programs = []
+        for dtype, amount in amounts.items():
+            programs.append(running.enter_context(_start_evaluation(demo, dtype, amount)))
+            if not at_once:
+                programs[-1].wait_for_success(_EVALUATE_TIMEOUT_S)
+        for program in programs:
+            program.wait_for_success(_EVALUATE_TIMEOUT_S)
+    return {dtype: json.loads(_evaluation_file(demo, dtype).read_text(encoding="utf-8")) for dtype in amounts}
 
 
-def _evaluate_in(demo: _Demo, dtype: str, amount: Evaluation) -> Mapping[str, Any]:
+def _start_evaluation(demo: _Demo, dtype: str, amount: Evaluation) -> AbstractContextManager[Program]:
     threads = str(demo.recipe.evaluation_threads or demo.machine.cores)
     command = demo.command(
         "drafter_trainer",
@@ -212,16 +220,17 @@ def _evaluate_in(demo: _Demo, dtype: str, amount: Evaluation) -> Mapping[str, An
         f"--run.num_threads={threads}",
         "--json",
     )
-    result = demo.options.run_dir / f"evaluation-{dtype}.json"
-    run_to_end(
+    return start_program(
         f"drafter-trainer evaluate in {dtype}",
         command,
         log=demo.log(f"evaluate-{dtype}"),
-        output=result,
+        output=_evaluation_file(demo, dtype),
         environment={**demo.environment, "OMP_NUM_THREADS": threads},
-        timeout_s=_EVALUATE_TIMEOUT_S,
     )
-    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _evaluation_file(demo: _Demo, dtype: str) -> Path:
+    return demo.options.run_dir / f"evaluation-{dtype}.json"
 
 
 def _short(path: Path) -> str:

@@ -22,7 +22,7 @@ from types import FrameType
 from demo.errors import DemoError
 from demo.recipe import CHECKOUT
 
-__all__ = ["Program", "interrupted_by_sigterm", "run_to_end", "start_program", "wait_for_file"]
+__all__ = ["Program", "interrupted_by_sigterm", "start_program", "wait_for_file"]
 
 _LOG_LINES_SHOWN = 20
 _POLL_S = 0.1
@@ -54,6 +54,16 @@ class Program:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise DemoError(f"{self.name} still ran after {timeout_s:.0f} s; its log: {self.log}") from error
+
+    def wait_for_success(self, timeout_s: float) -> None:
+        """Waits for its end.
+
+        Raises:
+            DemoError: it did not exit 0 in time; the message has the end of its log.
+        """
+        code = self.wait(timeout_s)
+        if code != 0:
+            raise self.failure(code)
 
     def check_running(self) -> None:
         """Raises DemoError, with the end of the log, if it has ended."""
@@ -115,26 +125,6 @@ def start_program(
         yield program
     finally:
         program.stop(grace_s=grace_s)
-
-
-def run_to_end(
-    name: str,
-    command: Sequence[str],
-    *,
-    log: Path,
-    environment: Mapping[str, str],
-    timeout_s: float,
-    output: Path | None = None,
-) -> None:
-    """Runs `command` as `start_program` does, and waits.
-
-    Raises:
-        DemoError: it did not exit 0 in time; the message has the end of its log.
-    """
-    with start_program(name, command, log=log, environment=environment, output=output) as program:
-        code = program.wait(timeout_s)
-        if code != 0:
-            raise program.failure(code)
 
 
 def wait_for_file(path: Path, *, program: Program, timeout_s: float) -> str:

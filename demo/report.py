@@ -15,6 +15,8 @@ from rich.table import Table
 
 __all__ = ["Outcome", "build_outcome", "print_table"]
 
+_TABLE_WIDTH = 100
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -108,22 +110,23 @@ def build_outcome(
 
 def print_table(outcome: Outcome, *, title: str) -> None:
     """Prints the figures for people, to stdout: it is a result."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column("what")
-    table.add_column("value", justify="right")
+    table = Table(title=title, show_header=False, title_justify="left", min_width=len(title) + 4)
+    table.add_column("what", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
     speedup = outcome.tok_s_speculative / outcome.tok_s_plain if outcome.tok_s_plain else float("nan")
     rows = {
-        f"acceptance length ({outcome.prompts} held-out prompts, {outcome.dtype})": f"{outcome.accept_len:.2f} tokens",
+        f"acceptance length, {outcome.prompts} held-out prompts, {outcome.dtype}": f"{outcome.accept_len:.2f} tokens",
         "  mean of the prompts' own": f"{outcome.accept_len_macro:.2f} tokens",
         "  simulated": f"{outcome.accept_len_simulated:.2f} tokens",
         "plain greedy decoding": f"{outcome.tok_s_plain:.1f} tok/s",
         "with the drafter": f"{outcome.tok_s_speculative:.1f} tok/s ({speedup:.2f} x)",
         "outputs equal in fp32": f"{outcome.identical} of {outcome.prompts_fp32}",
-        "outputs that differ in bf16, each at a tie": f"{outcome.ties} of {outcome.prompts_bf16}",
+        "outputs that differ in bf16, at a tie": f"{outcome.ties} of {outcome.prompts_bf16}",
         "outputs that differ without a tie": str(outcome.errors),
         "trained": f"{outcome.steps} steps, {outcome.tokens_trained:,} tokens, {outcome.tok_s_trained:,.0f} tok/s",
         "time": f"{outcome.minutes:.1f} minutes, {outcome.train_minutes:.1f} of them training",
     }
     for what, value in rows.items():
         table.add_row(what, value)
-    Console(highlight=False).print(table)
+    # Wide enough for the table wherever it goes: a file has no width.
+    Console(highlight=False, width=_TABLE_WIDTH).print(table)

@@ -71,7 +71,10 @@ def _program_commands() -> list[list[str]]:
 @pytest.mark.parametrize("words", _program_commands(), ids=_ids)
 def test_program_commands_are_understood(words: list[str]) -> None:
     module, verb, *rest = words
-    if verb == "status":
+    if verb == "inspect":
+        # It has understood its arguments when it looks for the directory.
+        expected, output = 2, "no such directory"
+    elif verb == "status":
         # Nobody listens on port 1: it has understood its arguments when it says so.
         rest = ["127.0.0.1:1", *rest[1:]]
         expected, output = 2, "unavailable"

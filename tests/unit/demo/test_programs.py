@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from demo.errors import DemoError
-from demo.programs import interrupted_by_sigterm, run_to_end, start_program, wait_for_file
+from demo.programs import interrupted_by_sigterm, start_program, wait_for_file
 
 SLEEPER = "import time; time.sleep(60)"
 # Ignores SIGTERM and has a child in its group; says so once both are there.
@@ -71,8 +71,11 @@ def test_an_error_in_the_block_still_ends_the_program(tmp_path: Path) -> None:
 
 def test_a_failed_program_shows_the_end_of_its_log(tmp_path: Path) -> None:
     code = "import sys; print(*range(100), sep='\\n'); sys.exit('no such model')"
-    with pytest.raises(DemoError) as error:
-        run_to_end("server", _python(code), log=tmp_path / "log", environment={}, timeout_s=30)
+    with (
+        pytest.raises(DemoError) as error,
+        start_program("server", _python(code), log=tmp_path / "log", environment={}) as program,
+    ):
+        program.wait_for_success(30)
     message = str(error.value)
     assert "server exited 1" in message
     assert str(tmp_path / "log") in message
@@ -98,9 +101,20 @@ def test_waiting_for_a_file_has_a_deadline(tmp_path: Path) -> None:
         wait_for_file(tmp_path / "port", program=program, timeout_s=0.2)
 
 
-def test_the_environment_is_added_to_ours(tmp_path: Path) -> None:
-    code = "import os; assert os.environ['DEMO_TEST'] == '1' and 'PATH' in os.environ"
-    run_to_end("reader", _python(code), log=tmp_path / "log", environment={"DEMO_TEST": "1"}, timeout_s=30)
+def test_the_environment_is_added_and_outputs_are_kept_apart(tmp_path: Path) -> None:
+    code = "import os, sys; assert 'PATH' in os.environ; print(os.environ['DEMO_TEST']); print('note', file=sys.stderr)"
+    log, output = tmp_path / "log", tmp_path / "output"
+    with start_program("reader", _python(code), log=log, output=output, environment={"DEMO_TEST": "1"}) as program:
+        program.wait_for_success(30)
+    assert (output.read_text(), log.read_text()) == ("1\n", "note\n")
+
+
+def test_waiting_for_the_end_has_a_deadline(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DemoError, match="sleeper still ran after 0 s"),
+        start_program("sleeper", _python(SLEEPER), log=tmp_path / "log", environment={}) as program,
+    ):
+        program.wait_for_success(0.2)
 
 
 def test_sigterm_interrupts_like_ctrl_c() -> None:
