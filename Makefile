@@ -29,12 +29,15 @@ $(VENV)/.stamp-venv:
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	@touch $@
 
+# Not compiled: most of torch and transformers is never imported, and compiling it is half of the time.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints-dev.txt
+
 $(RUNTIME): $(VENV)/.stamp-venv $(SETUP_INPUTS)
-	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable '.[demo]'
+	$(PIP_INSTALL) --editable '.[demo]'
 	@touch $@
 
 $(DEV): $(VENV)/.stamp-venv $(SETUP_INPUTS)
-	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable '.[demo,dev]'
+	$(PIP_INSTALL) --editable '.[demo,dev]'
 	@touch $(RUNTIME) $@
 
 check: $(DEV) ## Lint, types, architecture, contract and its generated code
