@@ -183,10 +183,27 @@ def _message(entry: Any, aliases: Mapping[str, str]) -> dict[str, Any]:
     message = {key: entry[key] for key in _PASSED_ON if entry.get(key) is not None}
     if "reasoning_content" not in message and isinstance(entry.get("reasoning"), str):
         message["reasoning_content"] = entry["reasoning"]
+    if "tool_calls" in message:
+        message["tool_calls"] = _decoded_calls(message["tool_calls"])
     content = _text(entry.get("content", entry.get("value")))
     if content is None and not message.get("tool_calls"):
         raise DroppedError(DropReason.MALFORMED_MESSAGE, f"content of {said} is missing, null or not text")
     return {"role": role, "content": content or "", **message}
+
+
+def _decoded_calls(calls: Any) -> Any:
+    """Tool calls with arguments as values: OpenAI's rows hold them as JSON text, which templates would quote again."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DroppedError(DropReason.MALFORMED_MESSAGE, "tool_calls is no list of calls")
+    decoded = [dict(call) for call in calls]
+    for call in decoded:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                call["function"] = function | {"arguments": json.loads(function["arguments"])}
+            except json.JSONDecodeError as error:
+                raise DroppedError(DropReason.INVALID_JSON, f"tool call's arguments: {error}") from error
+    return decoded
 
 
 def _text(content: Any) -> str | None:

@@ -15,8 +15,10 @@ from drafter_trainer.cli.settings import plan_settings, read_settings, require, 
 from drafter_trainer.client.addresses import check_address
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.dataset import TokenDataset
+from drafter_trainer.drafter_shape import check_taps, read_model_config
 from drafter_trainer.errors import EXIT_DONE, UserError
 from drafter_trainer.plan import Plan
+from drafter_trainer.tokenizer import resolve_mask_token_id
 
 __all__ = ["run"]
 
@@ -38,6 +40,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         except ValueError as error:
             raise UserError("target.addresses", address, str(error)) from error
     dataset = open_with_progress(config)
+    check_drafter(config, dataset)
     if options.dry_run:
         print(dry_run(config, dataset), end="")
         return EXIT_DONE
@@ -46,6 +49,19 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
     run_training(config)
     return EXIT_DONE
+
+
+def check_drafter(config: TrainerConfig, dataset: TokenDataset) -> None:
+    """Checks taps and mask token before a server is asked, where the target's `config.json` lies by its tokenizer.
+
+    What the server says about the target decides later; this only tells most mistakes at once.
+    """
+    model_config = read_model_config(config.data.tokenizer)
+    if "num_hidden_layers" in model_config and config.drafter.target_layer_ids is not None:
+        check_taps(config.drafter.target_layer_ids, model_config["num_hidden_layers"])
+    if "vocab_size" in model_config:
+        given, facts = config.drafter.mask_token_id, dataset.meta.tokenizer
+        resolve_mask_token_id(given, facts, vocab_size=model_config["vocab_size"])
 
 
 def print_plan(plan: Plan, count: int) -> None:

@@ -81,6 +81,19 @@ def test_dataset_without_a_usable_row_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--drafter.mask_token_id", 640], "drafter.mask_token_id: 640: the target's vocabulary has 640 rows"),
+        (["--drafter.mask_token_id", 2], "drafter.mask_token_id: 2: it is the end token"),  # case 27
+        (["--drafter.target_layer_ids", "1,4"], "drafter.target_layer_ids: 1,4: the target has blocks 0 to 3"),
+    ],
+)
+def test_settings_that_do_not_fit_the_target_are_told_before_a_server_is_asked(flags, line, training_world, capsys):
+    argv = ["train", "--target.addresses", "nobody.invalid:1", "--run.dir", "r", "--data.path", training_world.data]
+    assert line in refused(capsys, *argv, "--data.tokenizer", training_world.target, *flags)
+
+
 def test_mistakes_and_help_do_not_wait_for_torch():
     code = (
         "import sys; from drafter_trainer.__main__ import main\n"

@@ -111,6 +111,20 @@ def test_reasoning_and_tools_reach_the_template():  # case 21
     assert parsed({"messages": QA, "tools": json.dumps(tools)}).tools == tools
 
 
+def test_arguments_of_tool_calls_are_values_not_text():
+    def with_arguments(arguments):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        return parsed([QA[0], call]).messages[1]["tool_calls"][0]["function"]
+
+    assert (
+        with_arguments('{"city": "Oslo"}')
+        == with_arguments({"city": "Oslo"})
+        == {"name": "f", "arguments": {"city": "Oslo"}}
+    )
+    with pytest.raises(DroppedError, match="tool call's arguments"):
+        with_arguments("{oops")
+
+
 def test_prompt_ends_with_its_last_question_and_keeps_its_source():
     row = json.dumps({"messages": [*QA, *QA], "source": "gcd"}).encode()
     conversation, source = parse_prompt(row, role_aliases={})
