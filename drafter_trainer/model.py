@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drafter_trainer.attention import BlockLayout, Visibility, attend
 from drafter_trainer.drafter_config import DrafterConfig, default_target_layer_ids
 from drafter_trainer.head import TargetHead
+from drafter_trainer.initialisation import draw_weights
 from drafter_trainer.rope import RotaryTable, apply_rotary
 
 __all__ = ["ContextCache", "Drafter", "DrafterConfig", "default_target_layer_ids"]
@@ -127,7 +130,13 @@ class ContextCache:
 
 
 class Drafter(nn.Module):
-    """The drafter. Parameter names are the published ones: fc, hidden_norm, layers.i.…, norm."""
+    """The drafter. Parameter names are the published ones: fc, hidden_norm, layers.i.…, norm.
+
+    Attributes:
+        config: Its shape.
+        recompute_layers: Keep only each layer's input for the backward pass and run the layer again there: memory of
+            one layer instead of all, for a third more time.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         """Build with untrained weights; call `initialise` (or load) before training."""
@@ -139,20 +148,11 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer=i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, epsilon=config.rms_norm_eps)
         self.rotary = RotaryTable(config)
+        self.recompute_layers = False
 
-    @torch.no_grad()
     def initialise(self, head: TargetHead, generator: torch.Generator) -> None:
-        """Draw new weights such that the first loss is near ln V."""
-        for name, weight in self.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.zero_()
-            else:
-                weight.normal_(0.0, self.config.initializer_range, generator=generator)
-        rows = head.lm_head_weight_VD.float()
-        spread = (rows - rows.mean(0)).pow(2).sum(1).mean().sqrt().item() * abs(head.logit_scale)
-        self.norm.weight.fill_(1.0 / max(spread, 1e-6))
+        """Draw new weights such that the first loss is near ln V; see `initialisation`."""
+        draw_weights(self, head, generator)
 
     def draft_layers(self) -> Iterator[Layer]:
         """Iterate over the layers in order."""
@@ -180,8 +180,11 @@ class Drafter(nn.Module):
         fused_TE = self.fuse(context_TC)
         x_QE = block_embeds.to(fused_TE.dtype)
         for layer in self.draft_layers():
-            context_kv = layer.self_attn.key_value(fused_TE, rotary_T)
-            x_QE = layer(x_QE, context_kv, layout=layout, rotary_Q=rotary_Q)
+            run = partial(_run_layer, layer, layout=layout, rotary_T=rotary_T, rotary_Q=rotary_Q)
+            if self.recompute_layers and torch.is_grad_enabled():
+                x_QE = checkpoint(run, x_QE, fused_TE, use_reentrant=False)
+            else:
+                x_QE = run(x_QE, fused_TE)
         hidden_QE: Tensor = self.norm(x_QE)
         return hidden_QE
 
@@ -228,6 +231,14 @@ class Drafter(nn.Module):
             x = layer(x, cache.layer(index), layout=layout, rotary_Q=rotary)
         hidden: Tensor = self.norm(x)
         return hidden
+
+
+def _run_layer(
+    layer: Layer, x_QE: Tensor, fused_TE: Tensor, *, layout: BlockLayout, rotary_T: KeyValue, rotary_Q: KeyValue
+) -> Tensor:
+    context_kv = layer.self_attn.key_value(fused_TE, rotary_T)
+    out_QE: Tensor = layer(x_QE, context_kv, layout=layout, rotary_Q=rotary_Q)
+    return out_QE
 
 
 def _append(tensors: list[Tensor], index: int, rows: Tensor, length: int) -> None:

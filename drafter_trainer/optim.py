@@ -21,6 +21,7 @@ from torch import Tensor, nn
 __all__ = ["DrafterOptimizer", "OptimSettings", "StepResult", "build_optimizer", "schedule_factor"]
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
+Algorithm = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,9 @@ class OptimSettings:
     """How the weights are updated.
 
     Attributes:
-        lr: Peak learning rate. Published: 6e-4.
+        algorithm: adamw for everything; or muon for matrices and adamw for norm gains.
+        lr: Peak learning rate. Published: 6e-4 for AdamW. Muon's updates are scaled to the size of AdamW's, so that one
+            rate serves both.
         total_steps: Optimizer steps of the run, where the schedule ends.
         betas, eps, weight_decay: AdamW's. Published: defaults, no decay.
         schedule: cosine to `final_factor`; linear to it; constant; or wsd, constant and then linear over `decay_share`.
@@ -36,8 +39,10 @@ class OptimSettings:
         decay_share: Share of the run that wsd decays over.
         final_factor: The rate at the end of the run as a share of the peak.
         max_grad_norm: Gradients are scaled to at most this norm; None leaves them.
+        momentum: Muon's.
     """
 
+    algorithm: Algorithm = "adamw"
     lr: float = 6e-4
     total_steps: int
     betas: tuple[float, float] = (0.9, 0.999)
@@ -48,6 +53,7 @@ class OptimSettings:
     decay_share: float = 0.2
     final_factor: float = 0.0
     max_grad_norm: float | None = 1.0
+    momentum: float = 0.95
 
 
 @dataclass(frozen=True)
@@ -152,10 +158,14 @@ class DrafterOptimizer:
 
 def build_optimizer(drafter: nn.Module, settings: OptimSettings) -> DrafterOptimizer:
     """Build the optimizer of all trainable parameters; norm gains are never decayed."""
-    named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
-    return DrafterOptimizer([p for _, p in named], [adamw], settings)
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    matrices = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay}
+    gains = {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}
+    if settings.algorithm == "adamw":
+        return DrafterOptimizer(parameters, [_adamw([matrices, gains], settings)], settings)
+    muon = torch.optim.Muon([matrices], lr=settings.lr, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw")
+    return DrafterOptimizer(parameters, [muon, _adamw([gains], settings)], settings)
+
+
+def _adamw(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)

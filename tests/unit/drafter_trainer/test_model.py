@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.attention import BlockLayout
+from drafter_trainer.head import TargetHead
+from drafter_trainer.loss import build_block_targets, drafter_loss
 from drafter_trainer.model import ContextCache, Drafter, DrafterConfig
+from drafter_trainer.types import TrainBatch
 from tests.support.dense_reference import dense_hidden
-from tests.support.drafters import layouts, random_drafter, tiny_config
+from tests.support.drafters import layouts, random_batch, random_drafter, random_head, random_micro, tiny_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -194,3 +199,61 @@ def test_autocast_is_near_float32() -> None:
     rounded.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in drafter.parameters())
     torch.testing.assert_close(rounded.float(), exact, atol=0.1 * float(exact.detach().abs().max()), rtol=0)
+
+
+def first_loss(config: DrafterConfig, head: TargetHead, batch: TrainBatch) -> float:
+    drafter = Drafter(config)
+    drafter.initialise(head, torch.Generator().manual_seed(0))
+    anchors = draw_anchors(batch.micro, num_anchors=16, seed=0)
+    targets = build_block_targets(batch.micro, anchors, block_size=config.block_size, gamma=4.0)
+    output = drafter_loss(drafter, head, batch, anchors, targets)
+    output.loss_sum.backward()
+    assert all(p.grad is not None and p.grad.any() for p in drafter.parameters()), "a parameter has no gradient"
+    return output.loss_sum.item() / output.weight_sum
+
+
+@pytest.mark.parametrize("row_norm", [0.5, 5.0, 100.0])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", [1, 5])
+def test_first_loss_is_near_ln_v_on_any_head(row_norm: float, tied: bool, layers: int) -> None:
+    config = tiny_config(vocab_size=2000, hidden_size=64, num_hidden_layers=layers)
+    rows = torch.randn(2, 2000, 64) * row_norm / 8
+    rows[:, :, :8] += row_norm / 4  # rows of real heads share a direction
+    head = TargetHead({"embed_tokens": rows[0], "lm_head": rows[1]}, tied=tied)
+    batch = random_batch(random_micro((60, 90)), config)
+    assert first_loss(config, head, batch) == pytest.approx(math.log(2000), rel=0.1)
+
+
+@pytest.mark.parametrize("facts", [{"logit_softcap": 30.0}, {"embedding_scale": 8.0}, {"logit_scale": 4.0}], ids=str)
+def test_first_loss_is_near_ln_v_whatever_the_head_does(facts: dict[str, float]) -> None:
+    config = tiny_config(vocab_size=2000, hidden_size=64)
+    head = random_head(vocab=2000, hidden=64, **facts)
+    assert first_loss(config, head, random_batch(random_micro((60, 90)), config)) == pytest.approx(
+        math.log(2000), rel=0.1
+    )
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    weights = []
+    for seed in (3, 3, 4):
+        drafter = Drafter(tiny_config())
+        torch.manual_seed(seed * 1000 + len(weights))
+        drafter.initialise(random_head(), torch.Generator().manual_seed(seed))
+        weights.append(torch.cat([p.detach().flatten() for p in drafter.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_recomputed_layers_give_the_same_gradients() -> None:
+    config = tiny_config(num_hidden_layers=3)
+    drafter = random_drafter(config)
+    embeds, context = random_inputs(config, 20, 3)
+    layout = layout_of((20,), [(0, 2), (0, 9), (0, 17)], 4)
+    gradients = []
+    for recompute in (False, True):
+        drafter.recompute_layers = recompute
+        gradients.append(
+            torch.autograd.grad(drafter(embeds, context, layout=layout).square().sum(), drafter.parameters())
+        )
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)

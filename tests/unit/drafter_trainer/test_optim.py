@@ -165,3 +165,37 @@ def test_frozen_parameters_are_left_alone() -> None:
     fill_gradients(drafter, 0)
     optimizer.step()
     assert torch.equal(before, drafter.fc.weight)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_algorithms_lower_a_loss_and_resume_bit_for_bit(algorithm: str) -> None:
+    def loss(drafter: Drafter) -> torch.Tensor:
+        return sum((p.square().mean() for p in drafter.parameters()), torch.zeros(()))
+
+    options = {"algorithm": algorithm, "lr": 3e-2, "warmup_share": 0.0}
+    drafter, optimizer = prepared(**options)
+    first = loss(drafter).item()
+    for _ in range(5):
+        loss(drafter).backward()
+        optimizer.step()
+    assert loss(drafter).item() < first
+    resumed, fresh = prepared(**options)
+    weights, state = snapshot(drafter, optimizer)
+    resumed.load_state_dict(weights)
+    fresh.load_state_dict(state)
+    for d, o in ((drafter, optimizer), (resumed, fresh)):
+        loss(d).backward()
+        o.step()
+    assert_same(drafter.state_dict(), resumed.state_dict())
+
+
+def test_muon_takes_matrices_and_scales_updates_like_adamw() -> None:
+    sizes = {}
+    for algorithm in ("adamw", "muon"):
+        drafter, optimizer = prepared(algorithm=algorithm, schedule="constant", warmup_share=0.0, max_grad_norm=None)
+        before = drafter.fc.weight.clone()
+        fill_gradients(drafter, 0)
+        optimizer.step()
+        sizes[algorithm] = (drafter.fc.weight - before).square().mean().sqrt().item()
+    assert sizes["adamw"] == pytest.approx(1e-2, rel=0.01)
+    assert 0.1 < sizes["muon"] / sizes["adamw"] < 0.5  # 0.2, the constant of match_rms_adamw
