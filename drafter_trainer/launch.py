@@ -7,6 +7,7 @@ and ``learner``; the loop is ``trainer``'s.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from drafter_trainer.blueprint import Blueprint, check_settings, draw_blueprint, patience_of, prepare_machine
 from drafter_trainer.checkpoint import CheckpointStore
@@ -63,12 +64,19 @@ def train(blueprint: Blueprint, heads: HeadShelf, learner: Learner, store: Check
     recorder = Recorder(
         blueprint.run_dir, store=store, learner=learner, ranks=ranks, settings=recorder_settings(blueprint)
     )
-    delivery = Delivery(config.target.addresses, terms=blueprint.terms, patience=patience_of(config))
-    with recorder, stop_on_signals() as should_stop, delivery:
+    with recorder, stop_on_signals() as should_stop, open_delivery(blueprint, should_stop) as delivery:
         loop = build_loop(blueprint, heads, learner, delivery, recorder)
         finished = loop.run(learner.progress, should_stop=should_stop)
         recorder.summarise(learner.progress, finished=finished)
     return finished
+
+
+def open_delivery(blueprint: Blueprint, should_stop: Callable[[], bool]) -> Delivery:
+    """The streams; they start when it's entered."""
+    config = blueprint.config
+    return Delivery(
+        config.target.addresses, terms=blueprint.terms, patience=patience_of(config), should_stop=should_stop
+    )
 
 
 def build_heads(blueprint: Blueprint) -> HeadShelf:

@@ -9,11 +9,15 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["stop_on_signals"]
+__all__ = ["StopRequestedError", "stop_on_signals"]
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequestedError(Exception):
+    """A stop was asked for and what is being waited for doesn't come; nothing has changed since the last whole step."""
 
 
 @contextlib.contextmanager

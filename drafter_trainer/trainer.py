@@ -7,6 +7,7 @@ left out still consumes its positions. Whatever is raised, the state that is sav
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,10 +16,13 @@ from drafter_trainer.feed import Feed
 from drafter_trainer.guard import StepGuard
 from drafter_trainer.metrics import StepMetrics
 from drafter_trainer.parallel import Ranks
+from drafter_trainer.signals import StopRequestedError
 from drafter_trainer.step import StepEngine, StepOutcome
 from drafter_trainer.types import MicroBatch
 
 __all__ = ["LoopSettings", "Progress", "TrainLoop", "Watcher"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -99,6 +103,8 @@ class TrainLoop:
                     saved_step = progress.step
                 if self._ranks.sum(float(should_stop())) > 0:
                     break
+        except StopRequestedError as stop:
+            logger.warning("%s: the step after %d is given up", stop, progress.step)
         finally:
             # Weights only change in the last act of a step, so they are those of `progress` whatever was raised.
             if progress.step != saved_step:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +25,7 @@ from drafter_trainer.client.port import Message, PortClosedError, TrainerPort
 from drafter_trainer.client.ring import Ring
 from drafter_trainer.client.terms import Patience, StreamTerms, terms_to_json
 from drafter_trainer.errors import BatchFailedError, TargetUnavailableError, TrainerError
+from drafter_trainer.signals import StopRequestedError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ SILENCE_LIMIT_S = 30.0
 # A receiver that dies again and again without delivering anything has a defect that another start won't cure.
 MAX_BARREN_RESTARTS = 5
 WAITING_LINE_EVERY_S = 10.0
+# How long a step may still wait for its batch once a stop was asked for. Containers are killed after ten seconds.
+STOP_PATIENCE_S = 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,15 +68,24 @@ class Delivery:
         addresses: Fronts of the servers.
         terms: Sizes of the run.
         patience: Deadlines and attempts.
+        should_stop: Whether the run was asked to stop; then a batch that doesn't come is not waited for.
 
     Raises:
         OSError: The ring's memory isn't there.
     """
 
-    def __init__(self, addresses: Sequence[str], *, terms: StreamTerms, patience: Patience) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        terms: StreamTerms,
+        patience: Patience,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._addresses = list(addresses)
         self._terms = terms
         self._patience = patience
+        self._should_stop = should_stop
         self._ring = Ring.create(slot_bytes=terms.max_batch_bytes, slot_count=terms.slot_count)
         self._pending: collections.deque[Submission] = collections.deque()
         self._in_use: collections.deque[int] = collections.deque()
@@ -132,9 +144,10 @@ class Delivery:
         Raises:
             BatchFailedError: It failed on every attempt.
             TargetUnavailableError: No replica for too long.
+            StopRequestedError: A stop was asked for and the batch doesn't come.
         """
         assert self._taken < self._submitted, "take without a submission"
-        heard_s = time.monotonic()
+        heard_s = started_s = time.monotonic()
         while self._taken not in self._ready:
             try:
                 message = self._open_port().receive(1.0)
@@ -143,6 +156,8 @@ class Delivery:
                     self._hear(message)
                 elif time.monotonic() - heard_s > SILENCE_LIMIT_S:
                     raise PortClosedError(f"receiver process silent for {SILENCE_LIMIT_S:g} s")
+                if self._should_stop() and time.monotonic() - started_s > STOP_PATIENCE_S:
+                    raise StopRequestedError("asked to stop while waiting for a batch")
             except PortClosedError as error:
                 self._restart_receiver(str(error))
                 heard_s = time.monotonic()

@@ -183,7 +183,7 @@ class Trainer:
                 env={**os.environ, **(environment or {})},
             )
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self, timeout_s: float = 300.0) -> int:
         """Its exit code.
 
         Raises:
@@ -204,7 +204,7 @@ class Trainer:
         """Everything it has said."""
         return self.log.read_text()
 
-    def wait_for_line(self, part: str, timeout_s: float = 60.0) -> None:
+    def wait_for_line(self, part: str, timeout_s: float = 300.0) -> None:
         """Waits until it has said something."""
         deadline_s = time.monotonic() + timeout_s
         while part not in self.text():
@@ -213,7 +213,7 @@ class Trainer:
             time.sleep(0.02)
 
 
-def wait_for_step(run_dir: Path, step: int, trainer: Trainer, timeout_s: float = 60.0) -> None:
+def wait_for_step(run_dir: Path, step: int, trainer: Trainer, timeout_s: float = 300.0) -> None:
     """Waits until a run has recorded a step."""
     deadline_s = time.monotonic() + timeout_s
     while not any(record["step"] >= step for record in read_records(run_dir / "metrics.jsonl")):
