@@ -1,15 +1,16 @@
 """The drafter's first weights.
 
-Owns the draw. Published trainers draw every matrix with deviation 0.02 and set every gain to 1. On SmolLM2 the first loss
-is then above 50 where ln V is 10.8, and a hundred steps go by before it takes off: the layers add so little to the mask
-token's embedding that the final row still points along it, at a full gain, and a tied head answers "mask". Here
+Owns the draw. Published trainers draw every matrix with deviation 0.02 and set every gain to 1. On SmolLM2 the first
+loss is then above 50 where ln V is 10.8, and a hundred steps go by before it takes off: the layers add so little to the
+mask token's embedding that the final row still points along it, at a full gain, and a tied head answers "mask". Here
 
 - a matrix is drawn with deviation fan_in^-1/2, so that each projection keeps its input's size and what the layers
   compute from the context outweighs the embedding;
 - the final norm's gain is the largest at which the head is still nearly indifferent to what comes out.
 
 Starting the projections back into the residual stream (o_proj, down_proj) at 0 instead leaves the mask row alone in the
-stream: the first loss on real answers is then 14.6 at the indifferent gain, which is so small that it throttles learning.
+stream: the loss on real answers then starts at 14.6 even at the indifferent gain, a gain so small that it throttles
+what follows.
 
 Shapes: A anchors, K block, Q = A*K block tokens, R rows, C taps * D, E hidden, V vocab.
 """

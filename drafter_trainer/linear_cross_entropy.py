@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["DEFAULT_CHUNK_ROWS", "HeadRows", "linear_cross_entropy"]
+__all__ = ["DEFAULT_CHUNK_ROWS", "HeadRows", "fill_logits", "linear_cross_entropy"]
 
 # Fastest of 16 … 896 for V 49,152 and E 576 on one AVX2 core (24 MB of logits); larger buffers fall out of the cache.
 DEFAULT_CHUNK_ROWS = 128
@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, rows, chunk_rows):
                 part = slice(start, min(start + chunk_rows, rows))
                 z_RV, label = buffer[: part.stop - start], label_R[part, None]
-                cap_slope = _fill_logits(z_RV, hidden_RE[part].to(weight.dtype), head)
+                cap_slope = fill_logits(z_RV, hidden_RE[part].to(weight.dtype), head)
                 loss_R[part], correct_R[part] = _softmax_in_place(z_RV, label)
                 if grad_RE is not None:
                     grad_RE[part] = _hidden_gradient(z_RV, label, head, cap_slope)
@@ -93,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_RE * loss_grad_R[:, None].to(grad_RE.dtype), None, None, None
 
 
-def _fill_logits(z_RV: Tensor, hidden_RE: Tensor, head: HeadRows) -> Tensor | None:
+def fill_logits(z_RV: Tensor, hidden_RE: Tensor, head: HeadRows) -> Tensor | None:
     """Write the logits of `hidden_RE` into `z_RV`; return the slope of the cap where there is one."""
     if z_RV.dtype == hidden_RE.dtype:
         torch.mm(hidden_RE, head.weight_VE.t(), out=z_RV)
