@@ -1,6 +1,6 @@
 # Every target sets itself up: a bare machine needs Python 3.11, gcc, make and pip.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-runtime check fmt test test-gpu proto demo demo-tiny clean
+.PHONY: help setup setup-runtime check fmt test soak test-gpu proto demo demo-tiny clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -71,6 +71,9 @@ test: $(DEV) ## Test everything that needs no GPU
 
 QUICK_TESTS := $(wildcard tests/unit tests/contract)
 SLOW_TESTS := $(wildcard tests/integration tests/faults)
+
+soak: $(DEV) ## Repeat the fault runs with N new seeds: make soak N=3
+	SOAK=$(or $(N),1) $(PYTEST) tests/faults/drafter_trainer/test_unbroken.py $(PYTEST_ARGS)
 
 test-gpu: $(DEV) ## Test what needs a CUDA device
 	$(PYTEST) -m gpu $(wildcard tests/gpu) $(PYTEST_ARGS)

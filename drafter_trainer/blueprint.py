@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # A server under one of these is on this machine and needs CPU too.
 LOOPBACK_PREFIXES = ("127.", "localhost:", "[::1]:", "unix:")
+# Settings of these sections that bound memory or patience and don't change what is learned.
+HARMLESS_SETTINGS = frozenset({"chunk_rows", "max_skipped_steps"})
 WIRE_DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
 
 
@@ -100,6 +102,7 @@ class Blueprint:
             f"{section}.{name}": value
             for section, values in sections.items()
             for name, value in values.model_dump(mode="json").items()
+            if name not in HARMLESS_SETTINGS
         }
         return {
             **drafter,

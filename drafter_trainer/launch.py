@@ -13,6 +13,7 @@ from drafter_trainer.blueprint import Blueprint, check_settings, draw_blueprint,
 from drafter_trainer.checkpoint import CheckpointStore
 from drafter_trainer.client.delivery import Delivery
 from drafter_trainer.config import TrainerConfig
+from drafter_trainer.devices import pin_host_memory
 from drafter_trainer.errors import TrainerError, UserError
 from drafter_trainer.feature_cache import CachedSource
 from drafter_trainer.feed import BatchSource, Feed, FeedSettings
@@ -74,9 +75,12 @@ def train(blueprint: Blueprint, heads: HeadShelf, learner: Learner, store: Check
 def open_delivery(blueprint: Blueprint, should_stop: Callable[[], bool]) -> Delivery:
     """The streams; they start when it's entered."""
     config = blueprint.config
-    return Delivery(
+    delivery = Delivery(
         config.target.addresses, terms=blueprint.terms, patience=patience_of(config), should_stop=should_stop
     )
+    if blueprint.machine.device.type == "cuda":
+        pin_host_memory(delivery.ring_view)
+    return delivery
 
 
 def build_heads(blueprint: Blueprint) -> HeadShelf:
