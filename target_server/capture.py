@@ -11,6 +11,7 @@ replica's thread, on whatever stream is current.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def capture_batch(
     *,
     taps: Sequence[int],
     packed_TLD: torch.Tensor,
-) -> None:
+) -> float:
     """Writes every row of the batch into the packed buffer.
 
     Args:
@@ -44,10 +45,15 @@ def capture_batch(
         parts: its division into forwards (`packing.plan_parts`), covering every sequence once.
         taps: layers, in the order of the buffer's columns.
         packed_TLD: the buffer, of the model's dtype; every element is written.
+
+    Returns:
+        Seconds of packing, as the host sees it.
     """
+    pack_s = 0.0
     for part in parts:
         ids_BS, mask_BS = pad_part(token_ids, part)
-        _run_part(target, ids_BS, mask_BS, part, taps=taps, packed_TLD=packed_TLD)
+        pack_s += _run_part(target, ids_BS, mask_BS, part, taps=taps, packed_TLD=packed_TLD)
+    return pack_s
 
 
 @torch.inference_mode()
@@ -66,12 +72,13 @@ def _run_part(
     *,
     taps: Sequence[int],
     packed_TLD: torch.Tensor,
-) -> None:
+) -> float:
+    pack_s: list[float] = []
     last = max(taps)
     handles = []
     try:
         for column, tap in enumerate(taps):
-            hook = _build_hook(part, packed_TLD[:, column], ends_forward=tap == last)
+            hook = _build_hook(part, packed_TLD[:, column], pack_s, ends_forward=tap == last)
             handles.append(target.layers[tap].register_forward_hook(hook))
         target.decoder(
             input_ids=ids_BS.to(target.input_device, non_blocking=True),
@@ -79,20 +86,24 @@ def _run_part(
             use_cache=False,
         )
     except _LastTapReached:
-        return
+        return sum(pack_s)
     finally:
         for handle in handles:
             handle.remove()
     raise RuntimeError(f"the forward of {type(target.decoder).__name__} did not reach block {last}")
 
 
-def _build_hook(part: ForwardPart, packed_TD: torch.Tensor, *, ends_forward: bool) -> Callable[..., None]:
+def _build_hook(
+    part: ForwardPart, packed_TD: torch.Tensor, pack_s: list[float], *, ends_forward: bool
+) -> Callable[..., None]:
     def copy_rows(_block: nn.Module, _inputs: Any, output: Any) -> None:
         hidden_BSD = output[0] if isinstance(output, tuple) else output
         if hidden_BSD.dtype != packed_TD.dtype:
             raise RuntimeError(f"a block's output is {hidden_BSD.dtype}, the model is {packed_TD.dtype}")
+        began = time.perf_counter()
         for row, (start, length) in enumerate(zip(part.starts, part.lengths, strict=True)):
             packed_TD[start : start + length].copy_(hidden_BSD[row, :length])
+        pack_s.append(time.perf_counter() - began)
         if ends_forward:
             raise _LastTapReached
 

@@ -29,6 +29,7 @@ __all__ = [
     "BuffersConfig",
     "DeadlinesConfig",
     "LimitsConfig",
+    "MetricsConfig",
     "ModelConfig",
     "ReplicaConfig",
     "ServerConfig",
@@ -100,6 +101,13 @@ class BuffersConfig(_Section):
     """Aim for the size of a frame's body; frames are cut at token rows."""
 
 
+class MetricsConfig(_Section):
+    """What can be watched."""
+
+    listen: str = Field(default="", pattern=r"^$|^.+:\d{1,5}$")
+    """HOST:PORT of a Prometheus endpoint in the front; empty for none."""
+
+
 class DeadlinesConfig(_Section):
     """How long each wait may last, in seconds."""
 
@@ -111,6 +119,8 @@ class DeadlinesConfig(_Section):
     """For one frame to be taken by the transport; then the session is closed as stalled."""
     forward_timeout_s: float = Field(default=600.0, gt=0)
     """For one forward with its copy; then the replica is taken for hung and restarted."""
+    heartbeat_timeout_s: float = Field(default=60.0, gt=1)
+    """Between two reports of a serving replica (it makes one a second); then it is taken for hung and restarted."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """From SIGTERM until what has begun is cancelled."""
     restart_delay_s: float = Field(default=0.5, gt=0)
@@ -138,6 +148,8 @@ class ServerConfig(BaseSettings):
     """What a session may ask for."""
     buffers: BuffersConfig = BuffersConfig()
     """Memory between the forward and the wire."""
+    metrics: MetricsConfig = MetricsConfig()
+    """What can be watched."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long each wait may last."""
 

@@ -45,9 +45,11 @@ class Event:
     """What a replica reports.
 
     Attributes:
-        kind: "ready" (it serves), "failed" (it can't start) or "fatal" (it served and can't go on).
+        kind: "ready" (it serves), "stats" (once a second while it does), "failed" (it can't start) or "fatal" (it
+            served and can't go on).
         port: of the data endpoint; with "ready".
         description: a DescribeTargetResponse without replicas as protobuf's JSON; with "ready".
+        stats: a ReplicaStats as protobuf's JSON; with "stats".
         field: the user's setting that is wrong; empty when the failure is not the user's.
         value: what it was.
         detail: one line for people.
@@ -56,6 +58,7 @@ class Event:
     kind: str
     port: int = 0
     description: dict[str, Any] | None = None
+    stats: dict[str, Any] | None = None
     field: str = ""
     value: str = ""
     detail: str = ""

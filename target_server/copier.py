@@ -23,7 +23,7 @@ import torch
 
 from target_server.streams import Event, Streams
 
-__all__ = ["Copier", "CopyPipeline"]
+__all__ = ["Copier", "CopyPipeline", "Issued"]
 
 _log = logging.getLogger(__name__)
 _Job = TypeVar("_Job")
@@ -37,6 +37,21 @@ class _DeviceBuffer:
     copied: Event | None = None
 
 
+@dataclass(frozen=True)
+class Issued:
+    """The points in time of one batch on the device.
+
+    Attributes:
+        begun: its forward begins.
+        filled: its packed buffer is full.
+        copied: its host slot holds it.
+    """
+
+    begun: Event
+    filled: Event
+    copied: Event
+
+
 class CopyPipeline:
     """The device buffers of one replica and the order of work on them. Used by the replica's thread alone."""
 
@@ -47,7 +62,7 @@ class CopyPipeline:
         self._buffers = [_DeviceBuffer(streams.allocate_device(buffer_bytes)) for _ in range(count)]
         self._next = 0
 
-    def run(self, fill: Callable[[torch.Tensor], None], slot_memory: torch.Tensor) -> Event:
+    def run(self, fill: Callable[[torch.Tensor], None], slot_memory: torch.Tensor) -> Issued:
         """Issues one batch.
 
         Args:
@@ -55,17 +70,20 @@ class CopyPipeline:
             slot_memory: the part of a host slot that the batch fills, flat uint8; the caller owns it.
 
         Returns:
-            The event after which `slot_memory` holds the batch. Whatever `fill` raises is passed on, and then nothing
-            will write to `slot_memory`.
+            Its events; `slot_memory` holds the batch after `copied`. Whatever `fill` raises is passed on, and then
+            nothing will write to `slot_memory`.
         """
         compute = self._streams.compute
         if self._streams.shares_memory:
+            begun = compute.record_event()
             compute.enqueue(lambda: fill(slot_memory))
-            return compute.record_event()
+            filled = compute.record_event()
+            return Issued(begun, filled, filled)
         buffer = self._buffers[self._next]
         packed = buffer.memory[: slot_memory.numel()]
         if buffer.copied is not None:
             compute.wait_event(buffer.copied)
+        begun = compute.record_event()
         compute.enqueue(lambda: fill(packed))
         filled = compute.record_event()
         self._copy.wait_event(filled)
@@ -73,7 +91,7 @@ class CopyPipeline:
         copied = self._copy.record_event()
         buffer.copied = copied
         self._next = (self._next + 1) % len(self._buffers)
-        return copied
+        return Issued(begun, filled, copied)
 
 
 def _copy_out(packed: torch.Tensor, slot_memory: torch.Tensor) -> None:

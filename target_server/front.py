@@ -28,6 +28,7 @@ from target_wire.v1 import target_pb2, target_pb2_grpc
 from target_server.checkpoint import check_checkpoint
 from target_server.config import ServerConfig
 from target_server.errors import UserError, maps_errors
+from target_server.exporter import exporting
 from target_server.supervisor import ReplicaStatus, Supervisor
 
 __all__ = ["check_start", "serve"]
@@ -67,6 +68,7 @@ class FrontServicer(target_pb2_grpc.TargetFrontServiceServicer):
             state=replica.state,
             restart_count=replica.restart_count,
             port=replica.port,
+            stats=replica.stats,
         )
 
 
@@ -95,17 +97,31 @@ async def serve(config: ServerConfig, *, port_file: Path | None) -> int:
         ReplicaStartError: no replica came up.
     """
     check_start(config)
-    status = health.aio.HealthServicer()
     changed = asyncio.Event()
     supervisor = Supervisor(config, changed.set)
-    server, port = await _start_server(config, supervisor, status)
+    status = health.aio.HealthServicer()
+    with exporting(config.metrics.listen, supervisor.replicas) as metrics_port:
+        server, port = await _start_server(config, supervisor, status)
+        if metrics_port:
+            _log.info("metrics on port %d", metrics_port)
+        announcing = asyncio.create_task(_announce(config, supervisor, status, changed, port, port_file))
+        try:
+            await _run_until_signal(supervisor, status, announcing)
+        finally:
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
+            await server.stop(_STOP_GRACE_S)
+    return 0
+
+
+async def _run_until_signal(
+    supervisor: Supervisor, status: health.aio.HealthServicer, announcing: asyncio.Task[None]
+) -> None:
+    """Keeps the replicas alive until the first signal, then drains them."""
     running = asyncio.create_task(supervisor.run())
-    announcing = asyncio.create_task(_announce(config, supervisor, status, changed, port, port_file))
-    stop = _stop_signal(supervisor)
+    stopping = asyncio.create_task(_stop_signal(supervisor).wait())
     try:
-        stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({running, announcing, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
         for task in (running, announcing):
             if task.done():
                 task.result()
@@ -115,13 +131,11 @@ async def serve(config: ServerConfig, *, port_file: Path | None) -> int:
         await supervisor.drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running, _STOP_GRACE_S)
-        return 0
     finally:
         supervisor.kill()
-        for task in (running, announcing):
-            task.cancel()
-        await asyncio.gather(running, announcing, return_exceptions=True)
-        await server.stop(_STOP_GRACE_S)
+        running.cancel()
+        stopping.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
 
 
 async def _start_server(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from target_server.audit import AuditPolicy, checksum
 from target_server.buffers import HostSlot
 from target_server.capture import capture_batch, is_finite
 from target_server.config import ServerConfig
-from target_server.copier import Copier, CopyPipeline
+from target_server.copier import Copier, CopyPipeline, Issued
 from target_server.errors import CopyAuditError, ReplicaFatalError
 from target_server.loading import LoadedTarget
 from target_server.packing import plan_parts
@@ -56,12 +57,19 @@ def allocate_slots(streams: Streams, *, count: int, payload_bytes: int) -> list[
     return slots
 
 
-@dataclass(frozen=True, eq=False)
-class _Issued:
-    """A job whose copy is on its way, and whether it will be audited."""
+@dataclass(eq=False)
+class _Run:
+    """A job that the replica's thread has taken.
+
+    Attributes:
+        job: the job.
+        audited: whether its copy will be checked.
+        issued: its events, once all of it is issued.
+    """
 
     job: CaptureJob
     audited: bool
+    issued: Issued | None = None
 
 
 class Replica:
@@ -102,7 +110,7 @@ class Replica:
             overlap=self._overlap,
         )
         self._audit = AuditPolicy(config.buffers.copy_audit)
-        self._copier: Copier[_Issued] = Copier(self._copied, on_fatal, timeout_s=self._forward_timeout_s)
+        self._copier: Copier[_Run] = Copier(self._copied, on_fatal, timeout_s=self._forward_timeout_s)
         self._jobs: queue.SimpleQueue[CaptureJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
@@ -139,19 +147,20 @@ class Replica:
                 self._on_failed(job, WireError(Code.INTERNAL, Reason.CAPTURE_FAILED, detail))
 
     def _capture(self, job: CaptureJob) -> None:
-        issued = _Issued(job, self._audit.takes_next())
+        job.batch.times.began = time.monotonic()
+        run = _Run(job, self._audit.takes_next())
         region = job.slot.memory[: _status_offset(job.batch.payload_bytes) + _STATUS_BYTES]
-        copied = self._pipeline.run(lambda packed: self._fill(issued, packed), region)
+        run.issued = self._pipeline.run(lambda packed: self._fill(run, packed), region)
         if not self._overlap:
-            copied.wait(self._forward_timeout_s)
-        self._copier.put(issued, copied)
+            run.issued.copied.wait(self._forward_timeout_s)
+        self._copier.put(run, run.issued.copied)
 
-    def _fill(self, issued: _Issued, packed: torch.Tensor) -> None:
+    def _fill(self, run: _Run, packed: torch.Tensor) -> None:
         """Issues a forward that writes the batch's rows and its status into flat uint8 memory."""
-        batch = issued.job.batch
+        batch = run.job.batch
         terms = batch.session.terms
         rows = packed[: batch.payload_bytes].view(self._dtype)
-        capture_batch(
+        batch.times.pack = capture_batch(
             self._target,
             batch.token_ids,
             plan_parts(batch.lengths, self._max_padded),
@@ -162,13 +171,16 @@ class Replica:
         packed[batch.payload_bytes : end].zero_()
         status = _status(packed, batch.payload_bytes)
         status[0] = is_finite(rows)
-        if issued.audited:
+        if run.audited:
             status[1] = checksum(packed[:end])
 
-    def _copied(self, issued: _Issued) -> None:
-        job = issued.job
+    def _copied(self, run: _Run) -> None:
+        job = run.job
+        assert run.issued is not None
+        job.batch.times.forward = run.issued.filled.seconds_since(run.issued.begun)
+        job.batch.times.copy = run.issued.copied.seconds_since(run.issued.filled)
         status = _status(job.slot.memory, job.batch.payload_bytes)
-        if issued.audited:
+        if run.audited:
             self._check_copy(job, int(status[1].item()))
         self._on_captured(job, bool(status[0].item()))
 

@@ -7,6 +7,7 @@ the process ends with the front even while it imports or loads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ class ControlPipe:
 
     def __init__(self) -> None:
         self._events = os.dup(1)
+        os.set_blocking(self._events, False)
         os.dup2(2, 1)
         self._buffer = b""
         self._on_drain: Callable[[], object] = lambda: os._exit(0)
@@ -48,8 +50,9 @@ class ControlPipe:
         self._on_drain = action
 
     def send(self, event: Event) -> None:
-        """Reports to the front."""
-        os.write(self._events, encode_line(event))
+        """Reports to the front; never blocks the event loop. A front that reads nothing misses reports."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._events, encode_line(event))
 
     def _watch(self) -> None:
         while (line := self._read_line()) is not None:

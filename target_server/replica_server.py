@@ -30,9 +30,10 @@ from target_wire.v1 import target_pb2
 from target_server.buffers import SlotPool
 from target_server.config import ServerConfig
 from target_server.control import Event, Start
-from target_server.errors import UserError
+from target_server.errors import DeadlineError, UserError
 from target_server.head import HeadSource
 from target_server.loading import LoadedTarget, load_target
+from target_server.metrics import ReplicaMetrics
 from target_server.replica import Replica, allocate_slots, slot_payload_bytes
 from target_server.scheduler import CaptureJob, Scheduler
 from target_server.servicer import SERVICE_NAME, ReplicaServicer, build_handler
@@ -44,6 +45,7 @@ __all__ = ["Pipe", "run_replica", "serve_replica"]
 _log = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 1.0
+_REPORT_S = 1.0
 
 
 class Pipe(Protocol):
@@ -116,13 +118,16 @@ async def serve_replica(
     """
     ending = _Ending()
     replica, scheduler = _build_replica(target, config, ending)
-    servicer = _build_servicer(start, config, target, digest, scheduler)
+    metrics = ReplicaMetrics()
+    servicer = _build_servicer(start, config, target, digest, scheduler, metrics)
     server, port = await _start_server(start, servicer)
     loop = asyncio.get_running_loop()
     pipe.on_drain(lambda: loop.call_soon_threadsafe(ending.event.set))
     replica.start()
     pipe.send(Event("ready", port=port, description=_description(config, target, start.version_number, digest)))
+    reporting = asyncio.create_task(_report(config, scheduler, metrics, pipe, ending))
     await ending.event.wait()
+    reporting.cancel()
     if ending.error is None:
         await _drain(config, servicer, scheduler, server)
         await asyncio.to_thread(replica.stop, config.deadlines.drain_timeout_s)
@@ -157,7 +162,7 @@ def _build_replica(target: LoadedTarget, config: ServerConfig, ending: _Ending) 
 
 
 def _build_servicer(
-    start: Start, config: ServerConfig, target: LoadedTarget, digest: str, scheduler: Scheduler
+    start: Start, config: ServerConfig, target: LoadedTarget, digest: str, scheduler: Scheduler, metrics: ReplicaMetrics
 ) -> ReplicaServicer:
     served = ServedTarget(
         layer_count=target.description.layer_count,
@@ -170,8 +175,26 @@ def _build_servicer(
         max_sequence_token_count=_max_sequence(config, target),
     )
     return ReplicaServicer(
-        served=served, scheduler=scheduler, head=HeadSource(target), config=config, replica_index=start.index
+        served=served,
+        scheduler=scheduler,
+        head=HeadSource(target),
+        config=config,
+        metrics=metrics,
+        replica_index=start.index,
     )
+
+
+async def _report(
+    config: ServerConfig, scheduler: Scheduler, metrics: ReplicaMetrics, pipe: Pipe, ending: _Ending
+) -> None:
+    """Reports once a second, which is also the replica's heartbeat; and ends a replica whose thread hangs."""
+    while True:
+        await asyncio.sleep(_REPORT_S)
+        running_s = scheduler.longest_running_s()
+        if running_s > config.deadlines.forward_timeout_s:
+            ending.fail(DeadlineError(f"a forward has run for {running_s:.0f} s (deadlines.forward_timeout_s)"))
+        stats = metrics.snapshot(scheduler.snapshot())
+        pipe.send(Event("stats", stats=json_format.MessageToDict(stats)))
 
 
 def _max_sequence(config: ServerConfig, target: LoadedTarget) -> int:

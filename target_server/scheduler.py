@@ -11,8 +11,9 @@ Runs on the event loop; owns the pool of host slots. Imports no torch and no grp
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from target_wire.errors import Code, Reason, WireError
 
@@ -26,10 +27,17 @@ _DEPTH = 2
 
 @dataclass(frozen=True, eq=False)
 class CaptureJob:
-    """What the replica's thread is given: a batch and the slot that it owns until it reports back."""
+    """What the replica's thread is given: a batch and the slot that it owns until it reports back.
+
+    Attributes:
+        batch: the batch.
+        slot: its slot.
+        given_s: when, of the monotonic clock.
+    """
 
     batch: Batch
     slot: HostSlot
+    given_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -127,6 +135,11 @@ class Scheduler:
         """Ends every session with this error, at once or when what runs for it was sent."""
         for entry in list(self._entries.values()):
             entry.session.refuse_new(error, at_once=at_once)
+
+    def longest_running_s(self) -> float:
+        """Returns how long the oldest batch with the replica's thread has been there; 0 when there is none."""
+        now = time.monotonic()
+        return max((now - job.given_s for job in self._in_flight), default=0.0)
 
     async def wait_idle(self) -> None:
         """Returns once no job is with the replica's thread."""

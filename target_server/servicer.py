@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Awaitable
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,7 @@ from target_wire.v1 import target_pb2
 
 from target_server.config import ServerConfig
 from target_server.errors import maps_errors
+from target_server.metrics import ReplicaMetrics
 from target_server.publisher import build_header, publish
 from target_server.scheduler import Scheduler
 from target_server.session import Batch, Session
@@ -57,8 +59,10 @@ class ReplicaServicer:
         scheduler: Scheduler,
         head: HeadReader,
         config: ServerConfig,
+        metrics: ReplicaMetrics,
         replica_index: int,
     ) -> None:
+        self._metrics = metrics
         self._served = served
         self._scheduler = scheduler
         self._head = head
@@ -168,6 +172,8 @@ class ReplicaServicer:
             if isinstance(outgoing, Batch):
                 await self._send_batch(session, outgoing, write)
             else:
+                if outgoing.batch_failed.reason != Reason.CANCELLED:
+                    self._metrics.failed()
                 await write(outgoing.SerializeToString())
 
     async def _send_batch(self, session: Session, batch: Batch, write: Any) -> None:
@@ -186,6 +192,15 @@ class ReplicaServicer:
         finally:
             self._scheduler.release(batch.slot)
         session.sent(batch)
+        self._count(batch)
+
+    def _count(self, batch: Batch) -> None:
+        self._metrics.sent(
+            batch.times,
+            token_count=batch.token_count,
+            payload_bytes=batch.payload_bytes,
+            finite=batch.finite,
+        )
 
     def _opened(self, terms: SessionTerms) -> target_pb2.StreamHiddenStatesResponse:
         return target_pb2.StreamHiddenStatesResponse(
@@ -234,6 +249,8 @@ class ReplicaServicer:
         # The slot stays READY, so that closing the session gives it back.
         body = bytes(outgoing.slot.view[: outgoing.payload_bytes])
         header = build_header(outgoing, self._served, replica_index=self._replica_index, frame_count=0)
+        outgoing.times.sending = time.monotonic()
+        self._count(outgoing)
         return target_pb2.CaptureHiddenStatesResponse(header=header, crc32c=crc32c(body), body=body)
 
     def _check_taking(self) -> None:

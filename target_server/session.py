@@ -14,6 +14,7 @@ order of their requests: the first one without credit waits, and only its own se
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from target_wire.errors import Code, Reason, WireError
 from target_wire.v1 import target_pb2
 
 from target_server.buffers import HostSlot
+from target_server.metrics import BatchTimes
 
 __all__ = ["Batch", "BatchStage", "Outgoing", "Session"]
 
@@ -55,6 +57,7 @@ class Batch:
         cancelled: the client has withdrawn it.
         slot: where its rows are, from READY on.
         finite: whether no row holds a NaN or an infinity, from READY on.
+        times: where its time went.
     """
 
     session: Session
@@ -66,6 +69,7 @@ class Batch:
     cancelled: bool = False
     slot: HostSlot | None = None
     finite: bool = True
+    times: BatchTimes = field(default_factory=BatchTimes)
 
     @property
     def token_count(self) -> int:
@@ -175,6 +179,7 @@ class Session:
         assert reserved, "a batch was started without credit"
         self._queue.popleft()
         batch.stage = BatchStage.RUNNING
+        self._note_times()
 
     def wants(self, batch: Batch) -> bool:
         """Whether a running batch's rows will be sent."""
@@ -208,6 +213,7 @@ class Session:
             self._changed()
             return False
         batch.stage = BatchStage.SENDING
+        batch.times.sending = time.monotonic()
         return True
 
     def sent(self, batch: Batch) -> None:
@@ -308,12 +314,21 @@ class Session:
         """Wakes the scheduler, and ends the stream when nothing can be answered any more."""
         if self._closed:
             return
+        self._note_times()
         self._on_change()
         waits_only_for_credit = self.head is None and len(self._batches) == len(self._queue)
         if self._refusal is not None and not self._batches:
             self._put(self._refusal)
         elif self._no_more_requests and waits_only_for_credit:
             self._put(None)
+
+    def _note_times(self) -> None:
+        """Notes when the first batch became the first, and when its credit was there."""
+        if self._queue:
+            times = self._queue[0].times
+            times.due = times.due or time.monotonic()
+            if self.head is not None:
+                times.credited = times.credited or time.monotonic()
 
     def _put(self, outgoing: Outgoing) -> None:
         if self._closed:

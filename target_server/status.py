@@ -10,6 +10,7 @@ from target_wire.channel import channel_options
 from target_wire.v1 import target_pb2, target_pb2_grpc
 
 from target_server.errors import UserError
+from target_server.metrics import STAGES
 
 __all__ = ["print_status"]
 
@@ -62,10 +63,24 @@ def _as_dict(description: target_pb2.DescribeTargetResponse) -> dict[str, Any]:
                 "devices": list(replica.devices),
                 "state": _state(replica.state),
                 "restart_count": replica.restart_count,
+                **_stats(replica),
             }
             for replica in description.replicas
         ],
     }
+
+
+def _stats(replica: target_pb2.Replica) -> dict[str, Any]:
+    """Returns a replica's counts, and its seconds by stage under "profile_stats"; nothing while it does not serve."""
+    if not replica.HasField("stats"):
+        return {}
+    stats = replica.stats
+    counts = {
+        field.name: getattr(stats, field.name)
+        for field in stats.DESCRIPTOR.fields
+        if not field.name.endswith("_seconds")
+    }
+    return {**counts, "profile_stats": {f"{stage}_s": getattr(stats, f"{stage}_seconds") for stage in STAGES}}
 
 
 def _lines(description: target_pb2.DescribeTargetResponse) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,9 @@ class Event(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Blocks the calling thread until `done`; DeadlineError after the timeout."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Returns the time between two events that are done, on the device's clock."""
 
 
 class Stream(Protocol):
@@ -67,11 +70,18 @@ class Streams(Protocol):
 class _DoneEvent:
     """The event of a stream that runs its work at once."""
 
+    def __init__(self) -> None:
+        self._time_s = time.monotonic()
+
     def done(self) -> bool:
         return True
 
     def wait(self, timeout_s: float) -> None:
         """Returns at once."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        assert isinstance(earlier, _DoneEvent)
+        return self._time_s - earlier._time_s
 
 
 class _HostStream:
@@ -107,7 +117,7 @@ class HostStreams:
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def done(self) -> bool:
@@ -119,6 +129,10 @@ class _CudaEvent:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"the device did not finish a copy within {timeout_s:.0f} s")
             time.sleep(_POLL_S)
+
+    def seconds_since(self, earlier: Any) -> float:
+        assert isinstance(earlier, _CudaEvent)
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class _CudaStream:

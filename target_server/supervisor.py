@@ -45,6 +45,8 @@ class ReplicaStatus:
         port: of its data endpoint while it serves, else 0.
         restart_count: starts after the first one.
         detail: why it last failed; empty while nothing has.
+        stats: what it last reported while it serves.
+        process: its process, while there is one.
     """
 
     index: int
@@ -53,6 +55,7 @@ class ReplicaStatus:
     port: int = 0
     restart_count: int = 0
     detail: str = ""
+    stats: target_pb2.ReplicaStats | None = None
     process: Process | None = field(default=None, repr=False)
 
 
@@ -136,17 +139,18 @@ class Supervisor:
         replica.process = process
         assert process.stdout is not None
         served = False
-        deadline_s: float | None = self._config.deadlines.start_timeout_s
+        deadline_s = self._config.deadlines.start_timeout_s
         try:
             while line := await asyncio.wait_for(process.stdout.readline(), deadline_s):
                 if self._take_event(replica, decode_event(line)):
-                    served, deadline_s = True, None
+                    served, deadline_s = True, self._config.deadlines.heartbeat_timeout_s
         except TimeoutError:
-            replica.detail = f"did not load its model within {deadline_s:.0f} s (deadlines.start_timeout_s)"
+            field = "heartbeat_timeout_s" if served else "start_timeout_s"
+            replica.detail = f"{'hangs' if served else 'is not loaded'} after {deadline_s:.0f} s (deadlines.{field})"
         except ValueError:
             _log.exception("replica %d broke its pipe's protocol", replica.index)
         finally:
-            replica.port = 0
+            replica.port, replica.stats = 0, None
             if process.returncode is None and not self._stopping:
                 process.kill()
             code = await process.wait()
@@ -181,6 +185,9 @@ class Supervisor:
 
     def _take_event(self, replica: ReplicaStatus, event: Event) -> bool:
         """Acts on a replica's event; returns whether it serves now."""
+        if event.kind == "stats":
+            replica.stats = json_format.ParseDict(event.stats or {}, target_pb2.ReplicaStats())
+            return False
         if event.kind != "ready":
             replica.detail = f"{event.field}: {event.value}: {event.detail}" if event.field else event.detail
             if event.field and self.description is None:

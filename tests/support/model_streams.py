@@ -32,6 +32,9 @@ class ModelEvent:
             if not self._streams.step():
                 raise DeadlineError("the device has nothing to run and the event is not reached")
 
+    def seconds_since(self, earlier: ModelEvent) -> float:
+        return 0.0  # time is the adversary's
+
 
 class ModelStream:
     """One stream's operations in order."""

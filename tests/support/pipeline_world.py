@@ -30,6 +30,7 @@ from target_wire.v1 import target_pb2 as pb
 from target_server import replica as replica_module
 from target_server.buffers import HostSlot, SlotPool
 from target_server.config import ServerConfig
+from target_server.metrics import ReplicaMetrics
 from target_server.replica import Replica, allocate_slots, slot_payload_bytes
 from target_server.scheduler import CaptureJob, Scheduler
 from target_server.servicer import ReplicaServicer
@@ -83,8 +84,9 @@ def pattern(ident: int, tokens: int) -> torch.Tensor:
 
 def _write_pattern(
     _target: object, token_ids: array[int], _parts: object, *, taps: object, packed_TLD: torch.Tensor
-) -> None:
+) -> float:
     packed_TLD.copy_(pattern(token_ids[0], len(token_ids)))
+    return 0.0
 
 
 @dataclass
@@ -201,7 +203,7 @@ class World:
         served = ServedTarget(4, HIDDEN, 1000, DType.BFLOAT16, 1, "d", MAX_TOKENS, MAX_TOKENS)
         head: Any = None
         self.servicer = ReplicaServicer(
-            served=served, scheduler=self.scheduler, head=head, config=config, replica_index=0
+            served=served, scheduler=self.scheduler, head=head, config=config, replica_index=0, metrics=ReplicaMetrics()
         )
         self.clients = [self._client(key, served) for key in range(count)]
 

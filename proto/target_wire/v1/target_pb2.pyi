@@ -221,6 +221,7 @@ class Replica(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index, 0-based, stable across restarts."""
     address: _builtins.str
@@ -237,6 +238,10 @@ class Replica(_message.Message):
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Devices it owns, e.g. "cuda:0" or "cpu"."""
 
+    @_builtins.property
+    def stats(self) -> Global___ReplicaStats:
+        """What it has done since its process started; not set while it does not serve. At most a few seconds old."""
+
     def __init__(
         self,
         *,
@@ -246,14 +251,97 @@ class Replica(_message.Message):
         state: Global___ReplicaState.ValueType = ...,
         restart_count: _builtins.int = ...,
         port: _builtins.int = ...,
+        stats: Global___ReplicaStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "index", b"index", "port", b"port", "restart_count", b"restart_count", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "devices", b"devices", "index", b"index", "port", b"port", "restart_count", b"restart_count", "state", b"state", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class ReplicaStats(_message.Message):
+    """What a replica process has done since it started. Counts and seconds only grow until the process is restarted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    FAILED_COUNT_FIELD_NUMBER: _builtins.int
+    NONFINITE_COUNT_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    QUEUED_COUNT_FIELD_NUMBER: _builtins.int
+    RUNNING_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    CREDIT_SECONDS_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    FORWARD_SECONDS_FIELD_NUMBER: _builtins.int
+    PACK_SECONDS_FIELD_NUMBER: _builtins.int
+    COPY_SECONDS_FIELD_NUMBER: _builtins.int
+    SEND_SECONDS_FIELD_NUMBER: _builtins.int
+    batch_count: _builtins.int
+    """Batches sent to their end."""
+    token_count: _builtins.int
+    """Tokens in them, padding not counted."""
+    sent_bytes: _builtins.int
+    """Payload bytes of them."""
+    failed_count: _builtins.int
+    """Requests answered by batch_failed, those withdrawn by the client not counted."""
+    nonfinite_count: _builtins.int
+    """Batches among batch_count that held a NaN or an infinity."""
+    session_count: _builtins.int
+    """Open sessions now."""
+    queued_count: _builtins.int
+    """Requests that wait for credit or for their turn now."""
+    running_count: _builtins.int
+    """Requests whose forward or copy runs now."""
+    free_slot_count: _builtins.int
+    """Host slots that hold nothing now."""
+    slot_count: _builtins.int
+    """Host slots in all."""
+    credit_seconds: _builtins.float
+    """Time that batches waited for credit, from their request or their turn in the session, whichever was later."""
+    queue_seconds: _builtins.float
+    """Time that they waited otherwise: for batches before them, for a slot, for the replica's thread."""
+    forward_seconds: _builtins.float
+    """Time of their forwards on the device, packing included."""
+    pack_seconds: _builtins.float
+    """Part of it in which rows were packed, as the host sees it (on an accelerator: the time to issue it)."""
+    copy_seconds: _builtins.float
+    """Time from the forward's end until the rows were in the host slot."""
+    send_seconds: _builtins.float
+    """Time from the first to the last message handed to the transport, and the wait for the transport to take it."""
+    def __init__(
+        self,
+        *,
+        batch_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        sent_bytes: _builtins.int = ...,
+        failed_count: _builtins.int = ...,
+        nonfinite_count: _builtins.int = ...,
+        session_count: _builtins.int = ...,
+        queued_count: _builtins.int = ...,
+        running_count: _builtins.int = ...,
+        free_slot_count: _builtins.int = ...,
+        slot_count: _builtins.int = ...,
+        credit_seconds: _builtins.float = ...,
+        queue_seconds: _builtins.float = ...,
+        forward_seconds: _builtins.float = ...,
+        pack_seconds: _builtins.float = ...,
+        copy_seconds: _builtins.float = ...,
+        send_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_count", b"batch_count", "copy_seconds", b"copy_seconds", "credit_seconds", b"credit_seconds", "failed_count", b"failed_count", "forward_seconds", b"forward_seconds", "free_slot_count", b"free_slot_count", "nonfinite_count", b"nonfinite_count", "pack_seconds", b"pack_seconds", "queue_seconds", b"queue_seconds", "queued_count", b"queued_count", "running_count", b"running_count", "send_seconds", b"send_seconds", "sent_bytes", b"sent_bytes", "session_count", b"session_count", "slot_count", b"slot_count", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaStats: _TypeAlias = ReplicaStats  # noqa: Y015
 
 @_typing.final
 class DescribeTargetRequest(_message.Message):
