@@ -116,6 +116,8 @@ class DrafterOptimizer:
         """Update the weights from their gradients, or refuse; clears the gradients either way."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients, foreach=True)
+        if hasattr(norm, "full_tensor"):  # a DTensor: with sharded gradients each rank holds a part of the sum
+            norm = norm.full_tensor()
         grad_norm, lr = float(norm), self.lr
         skipped = not math.isfinite(grad_norm)
         if skipped:
