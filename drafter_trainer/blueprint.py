@@ -87,6 +87,7 @@ class Blueprint:
     config: TrainerConfig
     run_dir: RunDir
     machine: Machine
+    dataset: TokenDataset
     plan: Plan
     loop: LoopSettings
     target: Target
@@ -182,6 +183,7 @@ def draw_blueprint(config: TrainerConfig, *, run_dir: RunDir, machine: Machine) 
         config=config,
         run_dir=run_dir,
         machine=machine,
+        dataset=dataset,
         plan=plan,
         loop=loop_settings(config, plan, machine.ranks),
         target=target,

@@ -89,6 +89,10 @@ class DatasetMeta:
         return cls(**fields)
 
 
+# Tokens counted at one time: bounds memory whatever the dataset's size.
+_COUNTED_AT_ONCE = 1 << 22
+
+
 class TokenDataset:
     """A prepared dataset, read only. Pickles as its path, so each process maps it anew."""
 
@@ -122,6 +126,16 @@ class TokenDataset:
         """Token ids int32 and loss mask bool of one sample; views into the files."""
         span = slice(int(self._offsets[sample_id]), int(self._offsets[sample_id + 1]))
         return self._tokens[span], self._loss_mask[span].view(np.bool_)
+
+    def frequent_tokens(self, count: int) -> npt.NDArray[np.int64]:
+        """The `count` tokens that are supervised most often, or as many as there are; ascending. Reads all samples."""
+        counts = np.zeros(self.meta.largest_token_id + 1, dtype=np.int64)
+        for start in range(0, self.meta.tokens, _COUNTED_AT_ONCE):
+            part = slice(start, start + _COUNTED_AT_ONCE)
+            supervised = self._tokens[part][self._loss_mask[part].view(np.bool_)]
+            counts += np.bincount(supervised, minlength=len(counts))
+        by_count = np.argsort(-counts, kind="stable")[: min(count, int((counts > 0).sum()))]
+        return np.sort(by_count)
 
     def source_row(self, sample_id: int) -> int:
         """Row of the source, from 0, that a sample was made from."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch
+
 from drafter_trainer.blueprint import Blueprint, check_settings, draw_blueprint, patience_of, prepare_machine
 from drafter_trainer.checkpoint import CheckpointStore
 from drafter_trainer.client.delivery import Delivery
@@ -24,6 +26,7 @@ from drafter_trainer.run_dir import write_provenance
 from drafter_trainer.signals import stop_on_signals
 from drafter_trainer.step import StepEngine, StepSettings
 from drafter_trainer.trainer import TrainLoop
+from drafter_trainer.vocabulary import VocabSampler
 
 __all__ = ["run_training"]
 
@@ -144,10 +147,20 @@ def step_settings(blueprint: Blueprint) -> StepSettings:
         gamma=config.gamma if config.loss.type == "ce" else None,
         dpace_alpha=config.loss.dpace_alpha if config.loss.type == "dpace" else None,
         chunk_rows=config.loss.chunk_rows,
-        sampled_vocabulary=config.loss.sampled_vocabulary,
+        sampler=build_sampler(blueprint),
         compute_dtype=machine.compute_dtype,
         device=machine.device,
     )
+
+
+def build_sampler(blueprint: Blueprint) -> VocabSampler | None:
+    """Draws the head's rows, where not all are wanted: half are the answers' most frequent tokens."""
+    config = blueprint.config
+    rows = config.loss.sampled_vocabulary
+    if rows is None:
+        return None
+    always = torch.from_numpy(blueprint.dataset.frequent_tokens(rows // 2))
+    return VocabSampler(rows=rows, seed=config.run.seed, always=always)
 
 
 def recorder_settings(blueprint: Blueprint) -> RecorderSettings:

@@ -46,8 +46,8 @@ class StepSettings:
     gamma: float | None
     dpace_alpha: float | None
     chunk_rows: int
-    sampled_vocabulary: int | None
-    """Rows of the head in the softmax; None takes all."""
+    sampler: VocabSampler | None
+    """Draws the head's rows in the softmax; None takes all."""
     compute_dtype: torch.dtype
     """Type of products; weights are fp32."""
     device: torch.device
@@ -177,11 +177,6 @@ class StepEngine:
         self._heads = heads
         self._ranks = ranks
         self._settings = settings
-        self._sampler = (
-            VocabSampler(rows=settings.sampled_vocabulary, seed=settings.seed)
-            if settings.sampled_vocabulary is not None
-            else None
-        )
 
     def step(self, step: int, micros: Sequence[MicroBatch], *, simulate: bool) -> StepOutcome:
         """Trains this rank's micro-batches of one step; they are the feed's next ones.
@@ -221,7 +216,7 @@ class StepEngine:
                 item.anchors,
                 item.targets,
                 dpace_alpha=self._settings.dpace_alpha,
-                sampler=self._sampler,
+                sampler=self._settings.sampler,
                 chunk_rows=self._settings.chunk_rows,
             )
         (output.loss_sum / max(weight_sum, torch.finfo(torch.float32).tiny)).backward()  # type: ignore[no-untyped-call]

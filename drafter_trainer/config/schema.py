@@ -168,7 +168,8 @@ class LossSection(Section):
     chunk_rows: int = Field(default=1024, ge=1)
     """Supervised slots whose logits exist at one time; bounds memory to chunk_rows x vocabulary."""
     sampled_vocabulary: int | None = Field(default=None, ge=2)
-    """Rows of the head in the softmax: the labels and a random rest, with correction. None uses all."""
+    """Rows of the head in the softmax: the batch's labels, the answers' most frequent tokens (half of the rows) and a
+    random rest that stands for all others. None uses all."""
 
 
 class BatchSection(Section):

@@ -28,7 +28,7 @@ SETTINGS = StepSettings(
     gamma=4.0,
     dpace_alpha=None,
     chunk_rows=16,
-    sampled_vocabulary=None,
+    sampler=None,
     compute_dtype=torch.float32,
     device=torch.device("cpu"),
 )
