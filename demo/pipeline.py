@@ -29,7 +29,7 @@ from demo.report import Outcome, build_outcome
 __all__ = ["Options", "run_demo"]
 
 _START_TIMEOUT_S = 180.0
-_STOP_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 60.0  # the trainer finishes its step and writes a checkpoint
 _EXPORT_TIMEOUT_S = 120.0
 _EVALUATE_TIMEOUT_S = 1800.0
 
@@ -162,7 +162,13 @@ def _serve_and_train(demo: _Demo, steps: int, *, deadline: float) -> Sequence[Ma
             f"--run.dtype={demo.machine.dtype}",
             f"--run.num_threads={threads}",
         )
-        with start_program("drafter-trainer", train, log=demo.log("trainer"), environment=demo.environment) as trainer:
+        with start_program(
+            "drafter-trainer",
+            train,
+            log=demo.log("trainer"),
+            environment=demo.environment,
+            grace_s=_STOP_TIMEOUT_S,
+        ) as trainer:
             metrics = watch_training(trainer, server, demo.train_dir / "metrics.jsonl", steps=steps, deadline=deadline)
             _end_training(trainer, metrics)
     return metrics

@@ -79,15 +79,21 @@ class Program:
         return DemoError(f"{self.name} {how}; the end of its log {self.log}:\n{tail}".rstrip())
 
     def stop(self, *, grace_s: float) -> int:
-        """Asks it to end, kills it and all it started if it does not, and returns its exit code."""
-        if self.exit_code() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
-        # Also after an orderly end: a crashed program may have left children in its group.
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        return self._process.wait()
+        """Asks it to end, kills it and all it started if it does not, and returns its exit code.
+
+        An interrupt while it waits (a second Ctrl-C) kills at once.
+        """
+        try:
+            if self.exit_code() is None:
+                self._process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(grace_s)
+        finally:
+            # Also after an orderly end: a crashed program may have left children in its group.
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            code = self._process.wait()
+        return code
 
 
 @contextmanager

@@ -69,6 +69,21 @@ def test_an_error_in_the_block_still_ends_the_program(tmp_path: Path) -> None:
     _assert_gone_soon(program.pid)
 
 
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    ready, log = tmp_path / "ready", tmp_path / "log"
+    started = time.monotonic()
+    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        start_program(
+            "stubborn", _python(STUBBORN, ready), log=tmp_path / "log", environment={}, grace_s=50
+        ) as program,
+    ):
+        wait_for_file(ready, program=program, timeout_s=30)
+    assert program.exit_code() == -signal.SIGKILL
+    assert time.monotonic() - started < 30
+
+
 def test_a_failed_program_shows_the_end_of_its_log(tmp_path: Path) -> None:
     code = "import sys; print(*range(100), sep='\\n'); sys.exit('no such model')"
     with (
