@@ -76,11 +76,17 @@ def train(blueprint: Blueprint, heads: HeadShelf, learner: Learner, store: Check
 
 
 def open_delivery(blueprint: Blueprint, should_stop: Callable[[], bool]) -> Delivery:
-    """The streams; they start when it's entered."""
-    config = blueprint.config
-    delivery = Delivery(
-        config.target.addresses, terms=blueprint.terms, patience=patience_of(config), should_stop=should_stop
-    )
+    """The streams; they start when it's entered.
+
+    Raises:
+        UserError: The machine hasn't got the memory for the window.
+    """
+    config, terms = blueprint.config, blueprint.terms
+    try:
+        delivery = Delivery(config.target.addresses, terms=terms, patience=patience_of(config), should_stop=should_stop)
+    except OSError as error:
+        fix = f"{terms.window_bytes} bytes can't be had here ({error.strerror}); give less"
+        raise UserError("target.window_bytes", config.target.window_bytes, fix) from error
     if blueprint.machine.device.type == "cuda":
         pin_host_memory(delivery.ring_view)
     return delivery
