@@ -21,7 +21,8 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 from target_server.config import ArgumentParser, add_config_flags, load_config, resolved_lines
 from target_server.errors import ReplicaStartError, UserError
 from target_server.front import serve
-from target_server.status import print_status
+from target_server.memory_plan import build_plan
+from target_server.status import print_status, watch_status
 
 __all__ = ["main"]
 
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, flags = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.command == "serve":
             return _serve(arguments, flags)
+        if arguments.watch:
+            return watch_status(arguments.address, timeout_s=arguments.timeout)
         return print_status(arguments.address, as_json=arguments.json, timeout_s=arguments.timeout)
     except UserError as error:
         print(f"target-server: {error}", file=sys.stderr)
@@ -49,10 +52,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     serve.add_argument(
         "--print-config", action="store_true", help="print the settings and where each is from, and exit"
     )
+    serve.add_argument("--dry-run", action="store_true", help="print the memory plan and refuse what can't fit")
     flags = add_config_flags(serve)
     status = commands.add_parser("status", help="what a server serves and how its replicas are")
     status.add_argument("address", metavar="HOST:PORT", help="the front's address")
-    status.add_argument("--json", action="store_true", help="as one JSON object")
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as one JSON object")
+    form.add_argument("--watch", action="store_true", help="as a table, drawn anew every second")
     status.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for the answer (5)")
     return parser.parse_args(argv), flags
 
@@ -61,6 +67,11 @@ def _serve(arguments: argparse.Namespace, flags: Any) -> int:
     config, origins = load_config(arguments, flags)
     if arguments.print_config:
         print("\n".join(resolved_lines(config, origins)))
+        return 0
+    if arguments.dry_run:
+        plan = build_plan(config)
+        print("\n".join(plan.lines()))
+        plan.check(config)
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(name)s: %(message)s")
     return int(uvloop.run(serve(config, port_file=arguments.port_file)))

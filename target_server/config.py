@@ -28,6 +28,7 @@ __all__ = [
     "ArgumentParser",
     "BuffersConfig",
     "DeadlinesConfig",
+    "HardwareConfig",
     "LimitsConfig",
     "MetricsConfig",
     "ModelConfig",
@@ -108,6 +109,15 @@ class MetricsConfig(_Section):
     """HOST:PORT of a Prometheus endpoint in the front; empty for none."""
 
 
+class HardwareConfig(_Section):
+    """What the memory plan is held against (--dry-run, and before every start)."""
+
+    host_memory_gb: float = Field(default=0.0, ge=0)
+    """Host memory, in 1e9 bytes; 0: this machine's."""
+    device_memory_gb: float = Field(default=0.0, ge=0)
+    """Memory of each accelerator, in 1e9 bytes; 0: not checked before loading."""
+
+
 class DeadlinesConfig(_Section):
     """How long each wait may last, in seconds."""
 
@@ -150,6 +160,8 @@ class ServerConfig(BaseSettings):
     """Memory between the forward and the wire."""
     metrics: MetricsConfig = MetricsConfig()
     """What can be watched."""
+    hardware: HardwareConfig = HardwareConfig()
+    """What the memory plan is held against."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long each wait may last."""
 

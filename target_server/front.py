@@ -25,10 +25,10 @@ from target_wire.channel import server_options
 from target_wire.errors import Code, Reason, WireError
 from target_wire.v1 import target_pb2, target_pb2_grpc
 
-from target_server.checkpoint import check_checkpoint
 from target_server.config import ServerConfig
 from target_server.errors import UserError, maps_errors
 from target_server.exporter import exporting
+from target_server.memory_plan import build_plan
 from target_server.supervisor import ReplicaStatus, Supervisor
 
 __all__ = ["check_start", "serve"]
@@ -76,9 +76,9 @@ def check_start(config: ServerConfig) -> None:
     """Refuses what can't be served, before anything is loaded.
 
     Raises:
-        UserError: the checkpoint's files or a port.
+        UserError: the checkpoint's files, memory or a port.
     """
-    check_checkpoint(config.model.path)
+    build_plan(config).check(config)
     if not config.replica.port_base:
         return
     for index in range(len(config.replica_devices)):

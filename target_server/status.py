@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import time
 from typing import Any, cast
 
 import grpc
+from rich.live import Live
+from rich.table import Table
 from target_wire.channel import channel_options
 from target_wire.v1 import target_pb2, target_pb2_grpc
 
 from target_server.errors import UserError
 from target_server.metrics import STAGES
 
-__all__ = ["print_status"]
+__all__ = ["print_status", "watch_status"]
 
 
 def print_status(address: str, *, as_json: bool, timeout_s: float) -> int:
@@ -22,17 +27,68 @@ def print_status(address: str, *, as_json: bool, timeout_s: float) -> int:
         UserError: nothing answers there.
     """
     with grpc.insecure_channel(address, options=channel_options()) as channel:
-        stub = target_pb2_grpc.TargetFrontServiceStub(channel)
-        try:
-            description = stub.DescribeTarget(target_pb2.DescribeTargetRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            call = cast("grpc.Call", error)
-            raise UserError("address", address, f"{call.code().name.lower()}: {call.details()}") from error
-    if as_json:
-        print(json.dumps(_as_dict(description)))
-    else:
-        print("\n".join(_lines(description)))
+        description = _describe(channel, address, timeout_s)
+    print(json.dumps(_as_dict(description)) if as_json else "\n".join(_lines(description)))
     return 0
+
+
+def watch_status(address: str, *, timeout_s: float, interval_s: float = 1.0, rounds: int | None = None) -> int:
+    """Draws a live table of the replicas until interrupted; returns the exit code.
+
+    Args:
+        address: of the front.
+        timeout_s: for each answer.
+        interval_s: between two of them; rates are over this time.
+        rounds: end after so many; None for never.
+
+    Raises:
+        UserError: nothing answers there (any more).
+    """
+    with (
+        grpc.insecure_channel(address, options=channel_options()) as channel,
+        Live(auto_refresh=False) as live,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        before = _describe(channel, address, timeout_s)
+        for _ in itertools.count() if rounds is None else range(rounds):
+            time.sleep(interval_s)
+            now = _describe(channel, address, timeout_s)
+            live.update(_table(before, now, interval_s), refresh=True)
+            before = now
+    return 0
+
+
+def _describe(channel: grpc.Channel, address: str, timeout_s: float) -> target_pb2.DescribeTargetResponse:
+    try:
+        return target_pb2_grpc.TargetFrontServiceStub(channel).DescribeTarget(
+            target_pb2.DescribeTargetRequest(), timeout=timeout_s
+        )
+    except grpc.RpcError as error:
+        call = cast("grpc.Call", error)
+        raise UserError("address", address, f"{call.code().name.lower()}: {call.details()}") from error
+
+
+def _table(
+    before: target_pb2.DescribeTargetResponse, now: target_pb2.DescribeTargetResponse, interval_s: float
+) -> Table:
+    """Returns the replicas' table; time columns are seconds of batches spent there per second of the clock."""
+    table = Table(title=f"{now.model.name}, version {now.version.number}")
+    for column in ("replica", "state", "devices", "sessions", "queued", "running", "free slots", "tok/s", "MB/s"):
+        table.add_column(column, justify="right")
+    for stage in STAGES:
+        table.add_column(f"{stage} s/s", justify="right")
+    for old, new in zip(before.replicas, now.replicas, strict=True):
+        stats, earlier = new.stats, old.stats
+        row = [str(new.index), _state(new.state), ",".join(new.devices)]
+        if new.HasField("stats") and stats.batch_count >= earlier.batch_count:
+            row += [str(stats.session_count), str(stats.queued_count), str(stats.running_count)]
+            row += [f"{stats.free_slot_count}/{stats.slot_count}"]
+            row += [f"{(stats.token_count - earlier.token_count) / interval_s:.0f}"]
+            row += [f"{(stats.sent_bytes - earlier.sent_bytes) / interval_s / 1e6:.1f}"]
+            seconds = ((getattr(stats, f"{s}_seconds") - getattr(earlier, f"{s}_seconds")) for s in STAGES)
+            row += [f"{value / interval_s:.2f}" for value in seconds]
+        table.add_row(*row)
+    return table
 
 
 def _as_dict(description: target_pb2.DescribeTargetResponse) -> dict[str, Any]:

@@ -64,6 +64,17 @@ def test_status_prints_what_is_served(server: ServerProcess) -> None:
     assert "target-server: serving on 127.0.0.1:" in server.log()
 
 
+def test_what_a_replica_has_done_is_reported(server: ServerProcess) -> None:
+    before = status_json(server.address)["replicas"][1].get("batch_count", 0)
+    capture(server.replica_address(1), [0], [some_ids(9)])
+    wait_until(lambda: status_json(server.address)["replicas"][1].get("batch_count", 0) == before + 1)
+    replica = status_json(server.address)["replicas"][1]
+    assert replica["token_count"] >= 9
+    assert replica["free_slot_count"] == replica["slot_count"]
+    assert set(replica["profile_stats"]) == {"credit_s", "queue_s", "forward_s", "pack_s", "copy_s", "send_s"}
+    assert replica["profile_stats"]["forward_s"] > replica["profile_stats"]["pack_s"] > 0
+
+
 def test_health_and_reflection_are_answered_by_front_and_replica(server: ServerProcess) -> None:
     services = {server.address: "TargetFrontService", server.replica_address(): "TargetReplicaService"}
     for address, service in services.items():

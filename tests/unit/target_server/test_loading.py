@@ -51,6 +51,19 @@ def test_dtype_can_be_chosen(checkpoint: Path) -> None:
     assert {parameter.dtype for parameter in target.model.parameters()} == {torch.bfloat16}
 
 
+def test_weights_on_the_cpu_are_pages_of_the_file(checkpoint: Path) -> None:
+    """Replicas on one host share them (issue: several CPU replicas, one copy of the weights)."""
+    target = load_target(ModelConfig(path=checkpoint), ["cpu"])
+    mapped = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str((checkpoint / "model.safetensors").resolve())):
+            start, _, end = line.split()[0].partition("-")
+            mapped.append(range(int(start, 16), int(end, 16)))
+    parameters = list(target.model.parameters())
+    shared = sum(p.nbytes for p in parameters if any(p.data_ptr() in pages for pages in mapped))
+    assert shared > 0.9 * sum(p.nbytes for p in parameters)
+
+
 def test_missing_weight_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     fix = _refusal(_variant(checkpoint, tmp_path, without="model.layers.3.mlp.up_proj.weight"))
     assert "lacks the weight model.layers.3.mlp.up_proj.weight" in fix
