@@ -53,10 +53,13 @@ def draw_weights(drafter: Drafter, head: TargetHead, generator: torch.Generator)
 def indifferent_gain(head: TargetHead, rows_RE: Tensor) -> float:
     """Return the largest gain up to 1 at which `head` is nearly indifferent to `rows_RE`.
 
-    That is: its loss over labels uniform in the vocabulary, log sum exp z - mean z, exceeds ln V by at most a fiftieth.
+    That is: its loss over labels uniform in the vocabulary, log sum exp z - mean z, exceeds ln V by at most 1.5 %. Real
+    labels are frequent tokens, whose head rows resemble each other, and share the luck of the draw: on SmolLM2 their
+    first loss is 4 to 15 % above ln V by seed and depth, 8 % in the mean of nine. Gains of 0.2 and 0.41 learn alike
+    there in the first 60 steps, with a small edge for the larger; 0.064 learns much slower.
     """
     rows_RE = rows_RE.to(head.device, torch.float32)
-    limit = 1.02 * math.log(head.vocab_size)
+    limit = 1.015 * math.log(head.vocab_size)
     low, high = 1e-4, 1.0
     for _ in range(12):  # to 0.3 %
         middle = (low * high) ** 0.5

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.attention import BlockLayout
 from drafter_trainer.head import TargetHead
 from drafter_trainer.loss import build_block_targets, drafter_loss
 from drafter_trainer.model import ContextCache, Drafter, DrafterConfig
-from drafter_trainer.types import TrainBatch
+from drafter_trainer.types import TrainBatch, Version
 from tests.support.dense_reference import dense_hidden
 from tests.support.drafters import layouts, random_batch, random_drafter, random_head, random_micro, tiny_config
 
@@ -231,6 +232,19 @@ def test_first_loss_is_near_ln_v_whatever_the_head_does(facts: dict[str, float])
     assert first_loss(config, head, random_batch(random_micro((60, 90)), config)) == pytest.approx(
         math.log(2000), rel=0.1
     )
+
+
+def test_first_loss_is_near_ln_v_on_a_real_target() -> None:
+    """Embeddings, head and hidden states of a transformers model with head rows as large as trained ones."""
+    config = tiny_config(vocab_size=2000, hidden_size=64, target_layer_ids=(0, 2), num_target_layers=4)
+    sizes = {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4, "tie_word_embeddings": True}
+    target = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    micro = random_micro((80,))
+    with torch.no_grad():
+        states = target.model(micro.input_ids_T[None], output_hidden_states=True).hidden_states
+    batch = TrainBatch(micro, torch.cat([states[1][0], states[3][0]], dim=-1), Version(1, "0" * 32), 0)
+    assert first_loss(config, TargetHead.from_model(target), batch) == pytest.approx(math.log(2000), rel=0.1)
 
 
 def test_initial_weights_depend_on_the_seed_alone() -> None:
