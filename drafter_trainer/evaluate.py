@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafter_trainer.acceptance import Acceptance, Round, summarise
@@ -26,7 +27,7 @@ from drafter_trainer.decode import BlockDrafter, Decoded, decode_blocks, decode_
 from drafter_trainer.divergence import Divergence, explain_divergence, first_difference
 from drafter_trainer.head import TargetHead
 from drafter_trainer.model import Drafter
-from drafter_trainer.references import batched_answers, eos_ids_of
+from drafter_trainer.references import Reference, batched_answers, eos_ids_of
 from drafter_trainer.report import AcceptanceReport, Comparison, Speed, build_report
 from drafter_trainer.round_cost import candidate_lengths, pick_drafter
 from drafter_trainer.skinny import LinearForms, SkinnyLinear
@@ -67,7 +68,7 @@ class EvaluationSettings:
     block_size: int | None = None
     speed_prompts: int | None = None
     speed_block_size: int | None = None
-    batch_size: int = 8
+    batch_size: int = 16
     progress: Callable[[str, int, int], None] = field(default=lambda _what, _done, _total: None)
 
 
@@ -105,11 +106,12 @@ class _Evaluation:
 
     def run(self) -> AcceptanceReport:
         lengths = self._speed_lengths()
-        rows = {1, *(n for size in {self._blocks.block_size, *lengths} for n in (size - 1, size))}
+        sizes = {self._blocks.block_size, *lengths}
+        rows = {1, self._settings.batch_size, *(n for size in sizes for n in (size - 1, size))}
         with SkinnyLinear(self._model, self._forms, rows=rows), SkinnyLinear(self._drafter, self._forms, rows=rows):
-            answers = self._references()
-            simulated = summarise(self._simulate(answers), block_size=self._blocks.block_size)
-            comparisons = [self._compare(i, answers[i]) for i in range(len(self._prompts))]
+            references = self._references()
+            simulated = summarise(self._simulate(references), block_size=self._blocks.block_size)
+            comparisons = [self._compare(i, r.token_ids) for i, r in enumerate(references)]
             speed = self._speed(lengths, simulated)
         return build_report(
             comparisons,
@@ -129,7 +131,7 @@ class _Evaluation:
         chosen = self._settings.speed_block_size
         return candidate_lengths(self._drafter.config.block_size) if chosen is None else (chosen,)
 
-    def _references(self) -> list[tuple[int, ...]]:
+    def _references(self) -> list[Reference]:
         self._settings.progress("references", 0, len(self._prompts))
         return batched_answers(
             self._model,
@@ -137,18 +139,18 @@ class _Evaluation:
             max_new_tokens=self._settings.max_new_tokens,
             eos_ids=self._eos_ids,
             batch_size=self._settings.batch_size,
+            target_layer_ids=self._tapped.target_layer_ids,
         )
 
-    def _simulate(self, answers: Sequence[tuple[int, ...]]) -> list[list[Round]]:
+    def _simulate(self, references: Sequence[Reference]) -> list[list[Round]]:
         rounds: list[list[Round]] = []
         waiting: list[tuple[Tensor, Tensor, int]] = []
-        for number, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
-            ids = torch.tensor([*prompt.token_ids, *answer])
-            with torch.inference_mode():
-                features = self._tapped.prefill(ids.to(self._tapped.device)).features_RC
-            assert features is not None, "a drafter has taps"
+        for number, (prompt, reference) in enumerate(zip(self._prompts, references, strict=True)):
+            ids = torch.tensor([*prompt.token_ids, *reference.token_ids])
+            # The last token has no state, and none is needed: blocks see what is before their anchor.
+            features = F.pad(reference.features_RC, (0, 0, 0, 1))
             waiting.append((ids, features, len(prompt.token_ids)))
-            if sum(len(i) for i, _, _ in waiting) > _MAX_ROWS_PER_WALK or number + 1 == len(answers):
+            if sum(len(i) for i, _, _ in waiting) > _MAX_ROWS_PER_WALK or number + 1 == len(references):
                 rounds += walk(self._drafter, self._head, _pack(waiting), block_size=self._blocks.block_size)
                 waiting = []
         return rounds

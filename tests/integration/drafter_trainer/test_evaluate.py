@@ -111,7 +111,15 @@ def test_batched_answers_equal_single_ones_in_the_prompts_order(architecture: st
     single = [decode_plain(TargetRunner(target), p, max_new_tokens=8).token_ids for p in prompts]
     eos = single[0][3]
     ended = [a[: a.index(eos) + 1] if eos in a else a for a in single]
-    assert batched_answers(target, prompts, max_new_tokens=8, eos_ids=(eos, 318), batch_size=3) == ended
+    batched = batched_answers(
+        target, prompts, max_new_tokens=8, eos_ids=(eos, 318), batch_size=3, target_layer_ids=(0, 2)
+    )
+    assert [reference.token_ids for reference in batched] == ended
+    for prompt, reference in zip(prompts, batched, strict=True):
+        fed = torch.tensor([*prompt, *reference.token_ids[:-1]])
+        with torch.inference_mode():
+            own = TargetRunner(target, target_layer_ids=(0, 2)).prefill(fed).features_RC
+        torch.testing.assert_close(reference.features_RC, own, rtol=1e-4, atol=1e-4)
 
 
 def test_every_eos_of_a_model_is_found() -> None:
