@@ -1,4 +1,4 @@
-"""Measures what this machine computes and decides from it: element type, threads, and how many steps fit.
+"""Measures what this machine computes and decides from it: element type, and how many steps fit.
 
 Owns every decision that depends on the machine, so that the demo takes about the same time everywhere and only the
 number of steps differs. It must never guess from a processor's name or flags: cores without bf16 instructions emulate
@@ -19,6 +19,7 @@ __all__ = ["Machine", "available_cores", "measure_machine", "steps_that_fit"]
 
 _SIZE = 512  # rows and columns of the measured product: like the drafter's own, and within a core's cache
 _STEPS_MULTIPLE = 10
+_MAX_STEPS = 3000
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,6 @@ class Machine:
         """Speed of one core in that type."""
         return max(self.bf16_gflop_s, self.fp32_gflop_s)
 
-    @property
-    def threads_each(self) -> int:
-        """Threads for each of two busy processes.
-
-        More threads than cores in all would make OpenMP's threads wait for descheduled ones: 3 to 10 times slower.
-        """
-        return max(1, self.cores // 2)
-
 
 def available_cores() -> int:
     """Processors this process may use: fewer than the machine's in a container or under taskset."""
@@ -73,7 +66,7 @@ def measure_machine(*, seconds: float = 1.0) -> Machine:
 
 
 def steps_that_fit(seconds: float, *, step_gflop: float, step_overhead_s: float, machine: Machine) -> int:
-    """Returns how many training steps fit into `seconds`, a multiple of 10 and at least 10.
+    """Returns how many training steps fit into `seconds`: a multiple of 10, from 10 to 3000.
 
     Args:
         seconds: Time for training alone.
@@ -81,8 +74,8 @@ def steps_that_fit(seconds: float, *, step_gflop: float, step_overhead_s: float,
         step_overhead_s: What a step takes besides, on any machine.
         machine: The measured machine.
     """
-    step_s = step_gflop / (machine.gflop_s * machine.threads_each) + step_overhead_s
-    return max(_STEPS_MULTIPLE, int(seconds / step_s) // _STEPS_MULTIPLE * _STEPS_MULTIPLE)
+    step_s = step_gflop / (machine.gflop_s * machine.cores) + step_overhead_s
+    return min(_MAX_STEPS, max(_STEPS_MULTIPLE, int(seconds / step_s) // _STEPS_MULTIPLE * _STEPS_MULTIPLE))
 
 
 def _gflop_s(dtype: torch.dtype, seconds: float, *, busy: int) -> float:

@@ -53,13 +53,16 @@ class _Demo:
 
     def __init__(self, recipe: Recipe, options: Options, machine: Machine, files: Prepared) -> None:
         self.recipe, self.options, self.machine, self.files = recipe, options, machine, files
+        self.threads = str(recipe.threads or machine.cores)
         self.train_dir, self.drafter_dir = options.run_dir / "train", options.run_dir / "drafter"
         # Offline for good: nothing may be looked up by name. The thread counts are given as settings too, but OpenMP
         # and MKL size their pools from the environment when they are loaded, before any setting is read.
         self.environment = {
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": str(machine.threads_each),
+            "OMP_NUM_THREADS": self.threads,
+            # Threads that wait must sleep: spinning ones would take the core that the other program needs.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -135,14 +138,13 @@ def _deadline(recipe: Recipe, options: Options, machine: Machine, started: float
 def _serve_and_train(demo: _Demo, steps: int, *, deadline: float) -> Sequence[Mapping[str, Any]]:
     port_file = demo.options.run_dir / "server.port"
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[demo.machine.dtype]
-    threads = demo.machine.threads_each
     serve = demo.command(
         "target_server",
         "serve",
         f"--config={_short(demo.recipe.server_config)}",
         f"--model.path={_short(demo.files.target)}",
         f"--model.dtype={dtype}",
-        f"--replica.num_threads={threads}",
+        f"--replica.num_threads={demo.threads}",
         "--listen=127.0.0.1:0",
         f"--port-file={_short(port_file)}",
     )
@@ -153,14 +155,14 @@ def _serve_and_train(demo: _Demo, steps: int, *, deadline: float) -> Sequence[Ma
             "train",
             f"--config={_short(demo.recipe.trainer_config)}",
             f"--target.addresses=127.0.0.1:{port}",
-            f"--data.path={_short(demo.files.training)}",
+            f"--data.path={_short(_training_data(demo, steps))}",
             f"--data.tokenizer={_short(demo.files.target)}",
             f"--drafter.init_target_layers={_short(demo.files.target)}",
             f"--data.prepared_dir={_short(demo.options.run_dir / 'prepared')}",
             f"--run.dir={_short(demo.train_dir)}",
             f"--run.steps={steps}",
             f"--run.dtype={demo.machine.dtype}",
-            f"--run.num_threads={threads}",
+            f"--run.num_threads={demo.threads}",
         )
         with start_program(
             "drafter-trainer",
@@ -172,6 +174,20 @@ def _serve_and_train(demo: _Demo, steps: int, *, deadline: float) -> Sequence[Ma
             metrics = watch_training(trainer, server, demo.train_dir / "metrics.jsonl", steps=steps, deadline=deadline)
             _end_training(trainer, metrics)
     return metrics
+
+
+def _training_data(demo: _Demo, steps: int) -> Path:
+    """The conversations to train on: all, or the first so many. Sources are interleaved, so any start is balanced."""
+    if demo.recipe.conversations_per_step is None:
+        return demo.files.training
+    lines = demo.files.training.read_text(encoding="utf-8").splitlines(keepends=True)
+    count = max(1, round(demo.recipe.conversations_per_step * steps))
+    if count >= len(lines):
+        return demo.files.training
+    say(f"training on the first {count} of {len(lines)} conversations, several times over")
+    part = demo.options.run_dir / "training.jsonl"
+    part.write_text("".join(lines[:count]), encoding="utf-8")
+    return part
 
 
 def _end_training(trainer: Program, metrics: Sequence[Mapping[str, Any]]) -> None:
@@ -199,7 +215,7 @@ def _export(demo: _Demo) -> None:
 def _evaluate(demo: _Demo) -> dict[str, Mapping[str, Any]]:
     """Decodes the held-out prompts in both element types: at the same time if each needs one core, else in turn."""
     amounts = demo.recipe.evaluations(demo.machine.dtype)
-    at_once = demo.recipe.evaluation_threads == 1 and demo.machine.cores > 1
+    at_once = demo.recipe.threads == 1 and demo.machine.cores > 1
     with ExitStack() as running:
         programs = []
         for dtype, amount in amounts.items():
@@ -212,7 +228,6 @@ def _evaluate(demo: _Demo) -> dict[str, Mapping[str, Any]]:
 
 
 def _start_evaluation(demo: _Demo, dtype: str, amount: Evaluation) -> AbstractContextManager[Program]:
-    threads = str(demo.recipe.evaluation_threads or demo.machine.cores)
     command = demo.command(
         "drafter_trainer",
         "evaluate",
@@ -223,7 +238,7 @@ def _start_evaluation(demo: _Demo, dtype: str, amount: Evaluation) -> AbstractCo
         f"--evaluate.max_new_tokens={amount.max_new_tokens}",
         f"--evaluate.speed_prompts={amount.speed_prompts}",
         f"--evaluate.dtype={dtype}",
-        f"--run.num_threads={threads}",
+        f"--run.num_threads={demo.threads}",
         "--json",
     )
     return start_program(
@@ -231,7 +246,7 @@ def _start_evaluation(demo: _Demo, dtype: str, amount: Evaluation) -> AbstractCo
         command,
         log=demo.log(f"evaluate-{dtype}"),
         output=_evaluation_file(demo, dtype),
-        environment={**demo.environment, "OMP_NUM_THREADS": threads},
+        environment=demo.environment,
     )
 
 

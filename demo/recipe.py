@@ -58,8 +58,11 @@ class Recipe:
     """In fp32 where bf16 is faster: whether every output is plain greedy decoding's."""
     bf16_evaluation: Evaluation
     """In bf16 where fp32 is faster: few prompts, as cores without bf16 instructions read a prompt ten times slower."""
-    evaluation_threads: int | None
-    """Threads for decoding; None: every core, as nothing else runs then."""
+    threads: int | None
+    """Threads of each program; None: one a core. Server and trainer take turns in waiting, so each can use all."""
+    conversations_per_step: float | None
+    """How many conversations are trained on, by the number of steps; None: all there are. A conversation's first visit
+    costs the target's forward, later ones are free: where few steps fit, fewer conversations come round oftener."""
     step_gflop: float
     """Matrix-product work of a training step, target's forward included, in giga floating-point operations."""
     step_overhead_s: float
@@ -91,14 +94,15 @@ def smollm2_recipe(num_prompts: int) -> Recipe:
         name="smollm2",
         title="SmolLM2-135M-Instruct, 770 conversations with its own answers",
         prepare=_prepare_smollm2,
-        main_evaluation=Evaluation(num_prompts, max_new_tokens=64, speed_prompts=14),
-        fp32_evaluation=Evaluation(num_prompts, max_new_tokens=32, speed_prompts=0),
-        bf16_evaluation=Evaluation(min(num_prompts, 7), max_new_tokens=24, speed_prompts=7),
-        evaluation_threads=None,
-        step_gflop=14.0,
+        main_evaluation=Evaluation(num_prompts, max_new_tokens=28, speed_prompts=7),
+        fp32_evaluation=Evaluation(num_prompts, max_new_tokens=28, speed_prompts=0),
+        bf16_evaluation=Evaluation(min(num_prompts, 7), max_new_tokens=16, speed_prompts=7),
+        threads=None,
+        conversations_per_step=0.45,
+        step_gflop=46.0,
         step_overhead_s=0.05,
-        evaluation_gflop=3_000.0,
-        reserved_s=60.0,
+        evaluation_gflop=1_000.0,
+        reserved_s=270.0,
     )
 
 
@@ -111,7 +115,8 @@ def tiny_recipe(num_prompts: int) -> Recipe:
         main_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=8),
         fp32_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
         bf16_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
-        evaluation_threads=1,  # products this small are not worth waking a second thread for
+        threads=1,  # products this small are not worth waking a second thread for
+        conversations_per_step=None,
         step_gflop=0.0,
         step_overhead_s=0.05,
         evaluation_gflop=0.0,

@@ -165,7 +165,7 @@ class LossSection(Section):
     """Decay over slots; by default the paper's for the block size (7 for 16, 5 for 10, 4 for 8)."""
     dpace_alpha: float = Field(default=0.5, ge=0, le=1)
     """Smoothing of D-PACE confidences."""
-    chunk_rows: int = Field(default=1024, ge=1)
+    chunk_rows: int = Field(default=128, ge=1)
     """Supervised slots whose logits exist at one time; bounds memory to chunk_rows x vocabulary."""
     sampled_vocabulary: int | None = Field(default=None, ge=2)
     """Rows of the head in the softmax: the batch's labels, the answers' most frequent tokens (half of the rows) and a

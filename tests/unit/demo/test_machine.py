@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 from demo.machine import Machine, available_cores, measure_machine, steps_that_fit
 
 SLOW_BF16 = Machine(cores=2, fp32_gflop_s=30.0, bf16_gflop_s=5.0)
@@ -17,15 +15,11 @@ def test_the_faster_element_type_is_chosen() -> None:
     assert (FAST_BF16.dtype, FAST_BF16.gflop_s) == ("bf16", 400.0)
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (8, 4)])
-def test_two_programs_never_get_more_threads_than_cores(cores: int, threads: int) -> None:
-    assert Machine(cores, 1.0, 1.0).threads_each == threads
-
-
 def test_steps_fill_the_time_in_multiples_of_ten() -> None:
-    # 30 GFLOP at 30 GFLOP/s and 0.25 s: 1.25 s a step, 240 steps in 300 s.
-    assert steps_that_fit(309.0, step_gflop=30.0, step_overhead_s=0.25, machine=SLOW_BF16) == 240
-    assert steps_that_fit(-5.0, step_gflop=30.0, step_overhead_s=0.25, machine=SLOW_BF16) == 10
+    # 60 GFLOP at 2 x 30 GFLOP/s and 0.25 s: 1.25 s a step, 240 steps in 300 s.
+    assert steps_that_fit(309.0, step_gflop=60.0, step_overhead_s=0.25, machine=SLOW_BF16) == 240
+    assert steps_that_fit(-5.0, step_gflop=60.0, step_overhead_s=0.25, machine=SLOW_BF16) == 10
+    assert steps_that_fit(1e6, step_gflop=60.0, step_overhead_s=0.25, machine=SLOW_BF16) == 3000
 
 
 def test_measured_speed_is_that_of_the_matrix_product() -> None:
