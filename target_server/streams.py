@@ -158,6 +158,8 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # The weights were written on the default stream, which these streams don't wait for.
+        torch.cuda.synchronize(device)
         self.compute: Stream = _CudaStream(device)
         self.copy: Stream = _CudaStream(device)
 

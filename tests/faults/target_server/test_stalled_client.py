@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.served_targets import some_ids, write_target
-from tests.support.server_process import running_server, status_json, wait_until
+from tests.support.server_process import running_server, wait_until
 from tests.support.stream_client import StreamClient
 
 # Memory stops growing within the first second; STALL_S=60 for the long run.
@@ -47,17 +47,17 @@ def test_stalled_client_stops_forwards_and_bounds_memory(tmp_path: Path) -> None
                 client.request(request_id, sequences)
             peak_bytes = _watch(process, STALL_S)
             assert peak_bytes - warm_bytes <= CREDIT_BATCHES * BATCH_BYTES + SLOTS * BATCH_BYTES + TRANSPORT_BYTES
-            replica = status_json(server.address)["replicas"][0]
+            stats = server.describe().replicas[0].stats
             # Credit for five batches was granted, so no more than five forwards have run.
-            assert replica["queued_count"] >= BATCHES - 1 - CREDIT_BATCHES
-            assert replica["running_count"] == 0
+            assert stats.queued_count >= BATCHES - 1 - CREDIT_BATCHES
+            assert stats.running_count == 0
             _others_go_on(address)
             for request_id in range(1, BATCHES):
                 batch = client.receive_batch()
                 assert batch.header.request_id == request_id
                 assert torch.equal(batch.rows_TLD, expected)
                 client.grant(BATCH_BYTES)
-        wait_until(lambda: status_json(server.address)["replicas"][0]["free_slot_count"] == SLOTS)
+        wait_until(lambda: server.describe().replicas[0].stats.free_slot_count == SLOTS)
 
 
 def _watch(process: psutil.Process, seconds: float) -> int:

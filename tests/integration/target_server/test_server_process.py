@@ -65,9 +65,9 @@ def test_status_prints_what_is_served(server: ServerProcess) -> None:
 
 
 def test_what_a_replica_has_done_is_reported(server: ServerProcess) -> None:
-    before = status_json(server.address)["replicas"][1].get("batch_count", 0)
+    before = server.describe().replicas[1].stats.batch_count
     capture(server.replica_address(1), [0], [some_ids(9)])
-    wait_until(lambda: status_json(server.address)["replicas"][1].get("batch_count", 0) == before + 1)
+    wait_until(lambda: server.describe().replicas[1].stats.batch_count == before + 1)
     replica = status_json(server.address)["replicas"][1]
     assert replica["token_count"] >= 9
     assert replica["free_slot_count"] == replica["slot_count"]
