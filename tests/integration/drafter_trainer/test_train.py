@@ -67,8 +67,9 @@ def test_metrics_have_one_record_a_step_with_every_name(unbroken: Path) -> None:
 
 def test_the_first_loss_is_near_ln_v_and_training_lowers_it(unbroken: Path) -> None:
     losses = [record["loss"] for record in read_records(unbroken / "metrics.jsonl")]
-    assert losses[0] == pytest.approx(math.log(VOCAB_SIZE), abs=0.7)
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[0] == pytest.approx(math.log(VOCAB_SIZE), rel=0.02)
+    # Random words hold little to learn in twelve steps.
+    assert sum(losses[-3:]) / 3 < losses[0] - 0.1
 
 
 def test_every_position_is_consumed_once_and_in_order(unbroken: Path) -> None:  # I1

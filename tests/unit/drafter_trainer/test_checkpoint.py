@@ -43,7 +43,7 @@ for phase in PHASES:
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One directory of checkpoints for each phase, left behind by a process that died in it."""
     directory = tmp_path_factory.mktemp("crashed")
-    subprocess.run([sys.executable, "-c", CRASHING, str(directory)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", CRASHING, str(directory)], check=True, timeout=110)
     return directory
 
 
