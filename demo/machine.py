@@ -12,8 +12,10 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Machine", "available_cores", "measure_machine", "steps_that_fit"]
 
@@ -59,6 +61,8 @@ def measure_machine(*, seconds: float = 1.0) -> Machine:
 
     Leaves torch with one thread in this process: the demo's own process has nothing to compute while others train.
     """
+    import torch  # noqa: PLC0415  # seconds, which a mistyped flag need not wait for
+
     torch.set_num_threads(1)
     cores = available_cores()
     speed = {dtype: _gflop_s(dtype, seconds / 2, busy=min(2, cores)) for dtype in (torch.float32, torch.bfloat16)}
@@ -80,6 +84,8 @@ def steps_that_fit(seconds: float, *, step_gflop: float, step_overhead_s: float,
 
 def _gflop_s(dtype: torch.dtype, seconds: float, *, busy: int) -> float:
     """Mean speed of `busy` cores that all multiply at once. torch lets go of the interpreter's lock meanwhile."""
+    import torch  # noqa: PLC0415  # as above
+
     speeds: list[float] = []
 
     def multiply() -> None:

@@ -96,12 +96,11 @@ def test_no_program_outlives_the_demo(finished: tuple[Path, subprocess.Completed
     assert not _processes_of(finished[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_stops_both_programs(cache: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_demo_stops_both_programs(cache: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with _running(_command(cache, run_dir, "--steps", "100000")) as demo:
         _wait_for_a_step(demo, run_dir)
-        demo.send_signal(number)
+        demo.send_signal(signal.SIGINT)  # what Ctrl-C sends
         assert demo.wait(90) == 130
         assert "both programs are stopped" in demo.stderr.read()
     assert not _processes_of(run_dir)
