@@ -180,13 +180,13 @@ def _training_data(demo: _Demo, steps: int) -> Path:
     """The conversations to train on: all, or the first so many. Sources are interleaved, so any start is balanced."""
     if demo.recipe.conversations_per_step is None:
         return demo.files.training
-    lines = demo.files.training.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = demo.files.training.read_bytes().splitlines(keepends=True)
     count = max(1, round(demo.recipe.conversations_per_step * steps))
     if count >= len(lines):
         return demo.files.training
     say(f"training on the first {count} of {len(lines)} conversations, several times over")
     part = demo.options.run_dir / "training.jsonl"
-    part.write_text("".join(lines[:count]), encoding="utf-8")
+    part.write_bytes(b"".join(lines[:count]))
     return part
 
 
