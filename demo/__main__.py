@@ -26,7 +26,7 @@ from demo.report import print_table
 
 __all__ = ["main"]
 
-_DEFAULT_MINUTES = {"smollm2": 12.5, "tiny": 1.25}
+_DEFAULT_MINUTES = {"smollm2": 13.3, "tiny": 1.25}
 _INTERRUPTED = 130
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe = tiny_recipe(given.prompts or 24) if given.tiny else smollm2_recipe(given.prompts or 42)
     options = Options(
         minutes=given.minutes or _DEFAULT_MINUTES[recipe.name],
-        steps=given.steps,
+        steps=given.steps or (None if given.minutes else recipe.default_steps),
         cache=given.cache_dir.resolve(),
         run_dir=(given.run_dir or CHECKOUT / "runs" / f"demo-{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve(),
     )
@@ -63,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--tiny", action="store_true", help="with a tiny target that can count, in 90 seconds")
-    add("--minutes", type=_positive(float), help="time for everything (12.5, tiny 1.25); sets the number of steps")
-    add("--steps", type=_positive(int), help="training steps, instead of as many as fit")
+    add("--minutes", type=_positive(float), help="time for everything (13.3); sets the number of steps")
+    add("--steps", type=_positive(int), help="training steps (as many as fit; tiny 120)")
     add("--prompts", type=_positive(int), help="held-out prompts that are decoded (42, tiny 24)")
     add("--run-dir", type=Path, help="new directory for results and logs (runs/demo-NAME-TIME)")
     add("--cache-dir", type=Path, default=CHECKOUT / ".demo", help="keeps downloads and models (.demo)")

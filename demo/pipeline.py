@@ -90,9 +90,13 @@ def run_demo(recipe: Recipe, options: Options) -> Outcome:
     )
     files = recipe.prepare(options.cache, say)
     demo = _Demo(recipe, options, machine, files)
-    steps = options.steps or _choose_steps(recipe, machine, seconds_left=options.minutes * 60 - _since(started))
+    steps = options.steps
+    deadline = float("inf")
+    if steps is None:
+        seconds = options.minutes * 60 - _since(started) - _evaluation_seconds(recipe, machine)
+        steps, deadline = _choose_steps(recipe, machine, seconds=seconds), time.monotonic() + seconds
     training_started = time.monotonic()
-    metrics = _serve_and_train(demo, steps, deadline=_deadline(recipe, options, machine, started))
+    metrics = _serve_and_train(demo, steps, deadline=deadline)
     train_minutes = _since(training_started) / 60
     _export(demo)
     evaluations = _evaluate(demo)
@@ -117,22 +121,14 @@ def _evaluation_seconds(recipe: Recipe, machine: Machine) -> float:
     return recipe.evaluation_gflop / (machine.gflop_s * machine.cores) + recipe.reserved_s
 
 
-def _choose_steps(recipe: Recipe, machine: Machine, *, seconds_left: float) -> int:
+def _choose_steps(recipe: Recipe, machine: Machine, *, seconds: float) -> int:
+    if seconds <= 0:
+        raise DemoError("no time is left for training; give more --minutes, or --steps")
     steps = steps_that_fit(
-        seconds_left - _evaluation_seconds(recipe, machine),
-        step_gflop=recipe.step_gflop,
-        step_overhead_s=recipe.step_overhead_s,
-        machine=machine,
+        seconds, step_gflop=recipe.step_gflop, step_overhead_s=recipe.step_overhead_s, machine=machine
     )
     say(f"{steps} steps fit the time that is left")
     return steps
-
-
-def _deadline(recipe: Recipe, options: Options, machine: Machine, started: float) -> float:
-    """When training has to end even if it is not done; never with a given number of steps."""
-    if options.steps is not None:
-        return float("inf")
-    return started + options.minutes * 60 - _evaluation_seconds(recipe, machine)
 
 
 def _serve_and_train(demo: _Demo, steps: int, *, deadline: float) -> Sequence[Mapping[str, Any]]:
@@ -199,7 +195,7 @@ def _end_training(trainer: Program, metrics: Sequence[Mapping[str, Any]]) -> Non
     elif code != 0:
         raise trainer.failure(code)
     if not metrics:
-        raise DemoError(f"training ended without a step; its log: {trainer.log}")
+        raise DemoError(f"the time was up before the first step; give more --minutes, or --steps; log: {trainer.log}")
 
 
 def _export(demo: _Demo) -> None:

@@ -63,6 +63,8 @@ class Recipe:
     conversations_per_step: float | None
     """How many conversations are trained on, by the number of steps; None: all there are. A conversation's first visit
     costs the target's forward, later ones are free: where few steps fit, fewer conversations come round oftener."""
+    default_steps: int | None
+    """Training steps when neither steps nor minutes are given; None: as many as fit the usual time."""
     step_gflop: float
     """Matrix-product work of a training step, target's forward included, in giga floating-point operations."""
     step_overhead_s: float
@@ -94,15 +96,16 @@ def smollm2_recipe(num_prompts: int) -> Recipe:
         name="smollm2",
         title="SmolLM2-135M-Instruct, 770 conversations with its own answers",
         prepare=_prepare_smollm2,
-        main_evaluation=Evaluation(num_prompts, max_new_tokens=28, speed_prompts=7),
-        fp32_evaluation=Evaluation(num_prompts, max_new_tokens=28, speed_prompts=0),
+        main_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=7),
+        fp32_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
         bf16_evaluation=Evaluation(min(num_prompts, 7), max_new_tokens=16, speed_prompts=7),
         threads=None,
         conversations_per_step=0.45,
-        step_gflop=46.0,
+        default_steps=None,
+        step_gflop=44.0,
         step_overhead_s=0.05,
         evaluation_gflop=1_000.0,
-        reserved_s=270.0,
+        reserved_s=310.0,
     )
 
 
@@ -117,6 +120,7 @@ def tiny_recipe(num_prompts: int) -> Recipe:
         bf16_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
         threads=1,  # products this small are not worth waking a second thread for
         conversations_per_step=None,
+        default_steps=120,
         step_gflop=0.0,
         step_overhead_s=0.05,
         evaluation_gflop=0.0,

@@ -30,7 +30,7 @@ from drafter_trainer.model import Drafter
 from drafter_trainer.references import Reference, batched_answers, eos_ids_of
 from drafter_trainer.report import AcceptanceReport, Comparison, Speed, build_report
 from drafter_trainer.round_cost import candidate_lengths, pick_drafter
-from drafter_trainer.skinny import LinearForms, SkinnyLinear
+from drafter_trainer.skinny import MANY_ROWS, LinearForms, SkinnyLinear
 from drafter_trainer.target_runner import TargetRunner
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 from drafter_trainer.walk import walk
@@ -107,7 +107,7 @@ class _Evaluation:
     def run(self) -> AcceptanceReport:
         lengths = self._speed_lengths()
         sizes = {self._blocks.block_size, *lengths}
-        rows = {1, self._settings.batch_size, *(n for size in sizes for n in (size - 1, size))}
+        rows = {1, self._settings.batch_size, MANY_ROWS, *(n for size in sizes for n in (size - 1, size))}
         with SkinnyLinear(self._model, self._forms, rows=rows), SkinnyLinear(self._drafter, self._forms, rows=rows):
             references = self._references()
             simulated = summarise(self._simulate(references), block_size=self._blocks.block_size)

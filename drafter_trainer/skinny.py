@@ -1,8 +1,8 @@
 """Linear layers on few rows: the fastest of a few equivalent forms, measured once.
 
-Owns the forward of a frozen model's `nn.Linear` modules while decoding at batch 1, where a forward has 1 to 16 rows
-and costs what reading the weights costs. Must never run under autograd, and never change what is computed: every form
-multiplies the same values and accumulates in float32.
+Owns the forward of a frozen model's `nn.Linear` modules while decoding, where a forward has 1 to 16 rows and costs what
+reading the weights costs, or a prompt's many. Must never run under autograd, and never change what is computed: every
+form multiplies the same values and accumulates in float32.
 
 The facts that force it (AVX2 without bfloat16 instructions, torch 2.13, weight 49152 x 576, one thread): `F.linear`
 on 8 float32 rows takes 60 ms because the BLAS repacks the weight for each call, `mm(weight, rows.T)` 14 to 34 ms;
@@ -30,7 +30,9 @@ from torch import Tensor, nn
 __all__ = ["Form", "LinearForms", "SkinnyLinear"]
 
 MAX_ROWS = 16
-"""Beyond this many rows the native form is compute-bound and no worse than the others."""
+"""Up to here every number of rows has its own choice; beyond, all have the one of `MANY_ROWS`."""
+MANY_ROWS = 32
+"""Stands for a prompt's worth of rows: compute-bound, where only bfloat16 without instructions for it has a choice."""
 _SAMPLES = 6
 """Weights of one shape timed one after another, so that they come from memory and not from a cache."""
 _REPEATS = 3
@@ -116,7 +118,7 @@ class LinearForms:
 
     def form(self, weight_OI: Tensor, rows: int) -> Form:
         """Form for `rows` rows of this weight: the measured one, the native one where nothing was measured."""
-        return self.chosen.get((*weight_OI.shape, weight_OI.dtype, rows), NATIVE)
+        return self.chosen.get((*weight_OI.shape, weight_OI.dtype, _row_class(rows)), NATIVE)
 
     def measure(self, weights: Iterable[Tensor], rows: Iterable[int]) -> None:
         """Choose a form for every (shape, dtype) among `weights` at each of `rows` that has none yet.
@@ -128,8 +130,8 @@ class LinearForms:
             if weight_OI.device.type == "cpu":
                 by_shape[*weight_OI.shape, weight_OI.dtype].append(weight_OI.detach())
         for shape, same in by_shape.items():
-            for count in sorted(set(rows)):
-                if count <= MAX_ROWS and (*shape, count) not in self.chosen:
+            for count in sorted({_row_class(count) for count in rows}):
+                if (*shape, count) not in self.chosen:
                     self.chosen[*shape, count] = _fastest(same[:_SAMPLES], count)
 
     def weight_for(self, form: Form, weight_OI: Tensor) -> Tensor:
@@ -194,6 +196,11 @@ class SkinnyLinear:
             return forms.linear(rows_XI, weight_OI, bias_O)
 
         return forward
+
+
+def _row_class(rows: int) -> int:
+    """The number of rows whose choice `rows` rows take."""
+    return rows if rows <= MAX_ROWS else MANY_ROWS
 
 
 def _fastest(weights: list[Tensor], rows: int) -> Form:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drafter_trainer.skinny import NATIVE, LinearForms, SkinnyLinear, forms_for
+from drafter_trainer.skinny import MANY_ROWS, NATIVE, LinearForms, SkinnyLinear, forms_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -53,11 +53,19 @@ def test_measured_choice_is_kept() -> None:
     assert forms.chosen == first
 
 
-def test_unmeasured_rows_and_many_rows_run_natively() -> None:
+def test_unmeasured_rows_run_natively() -> None:
     forms, weight = LinearForms(), torch.randn(8, 4)
-    forms.measure([weight], [2, 100])
+    forms.measure([weight], [2])
     assert forms.form(weight, 3) is NATIVE
     assert forms.form(weight, 100) is NATIVE
+
+
+def test_a_prompts_many_rows_share_one_choice() -> None:
+    forms, weight = LinearForms(), torch.randn(8, 4)
+    forms.measure([weight], [100])
+    assert set(forms.chosen) == {(8, 4, torch.float32, MANY_ROWS)}
+    assert forms.form(weight, 17) is forms.form(weight, 500) is forms.chosen[8, 4, torch.float32, MANY_ROWS]
+    assert forms.form(weight, 16) is NATIVE
 
 
 def test_float32_copy_is_made_once_per_weight() -> None:
