@@ -26,7 +26,7 @@ from demo.report import print_table
 
 __all__ = ["main"]
 
-_DEFAULT_MINUTES = {"smollm2": 13.3, "tiny": 1.25}
+_DEFAULT_MINUTES = {"smollm2": 13.6, "tiny": 1.25}
 _INTERRUPTED = 130
 
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--tiny", action="store_true", help="with a tiny target that can count, in 90 seconds")
-    add("--minutes", type=_positive(float), help="time for everything (13.3); sets the number of steps")
+    add("--minutes", type=_positive(float), help="time for everything (13.6); sets the number of steps")
     add("--steps", type=_positive(int), help="training steps (as many as fit; tiny 120)")
     add("--prompts", type=_positive(int), help="held-out prompts that are decoded (42, tiny 24)")
     add("--run-dir", type=Path, help="new directory for results and logs (runs/demo-NAME-TIME)")

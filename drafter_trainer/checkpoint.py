@@ -163,10 +163,13 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
         "counters": checkpoint.counters,
         "optimizer": optimizer_rest,
     }
-    for name, values in (("model", checkpoint.model), ("optimizer", tensors)):
-        save_file({key: value.contiguous() for key, value in values.items()}, directory / f"{name}.safetensors")
-        sync_file(directory / f"{name}.safetensors")
     write_json(directory / "state.json", state)
+    for name, values in (("model", checkpoint.model), ("optimizer", tensors)):
+        path = directory / f"{name}.safetensors"
+        save_file({key: value.contiguous() for key, value in values.items()}, path)
+        # safetensors makes files that only their owner may read; whoever may read the state may read these.
+        shutil.copymode(directory / "state.json", path)
+        sync_file(path)
 
 
 def write_manifest(directory: Path) -> None:

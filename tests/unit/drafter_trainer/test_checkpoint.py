@@ -79,6 +79,19 @@ def test_what_is_saved_comes_back_bit_equal_with_its_python_types(tmp_path: Path
     assert_equal(store.load_latest(), checkpoint(1))
 
 
+def test_files_are_as_readable_as_the_umask_allows(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    before = os.umask(0o027)
+    try:
+        store.save(checkpoint(1))
+    finally:
+        os.umask(before)
+    (directory,) = store.paths()
+    assert {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()} == dict.fromkeys(
+        ("manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"), 0o640
+    )
+
+
 def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 10):
