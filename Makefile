@@ -64,10 +64,10 @@ proto: $(DEV) ## Generate the contract's Python code
 generate = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-# The quick parts first, on two processes; the others start processes of their own.
+# The quick parts first. Two processes, a file each at a time: the slow parts mostly wait for programs they started.
 test: $(DEV) ## Test everything that needs no GPU
 	$(PYTEST) -n 2 --dist loadfile $(QUICK_TESTS) $(PYTEST_ARGS)
-	$(if $(SLOW_TESTS),$(PYTEST) $(SLOW_TESTS) $(PYTEST_ARGS))
+	$(if $(SLOW_TESTS),$(PYTEST) -n 2 --dist loadfile $(SLOW_TESTS) $(PYTEST_ARGS))
 
 QUICK_TESTS := $(wildcard tests/unit tests/contract)
 SLOW_TESTS := $(wildcard tests/integration tests/faults)
