@@ -38,6 +38,8 @@ $(RUNTIME): $(VENV)/.stamp-venv $(SETUP_INPUTS)
 
 $(DEV): $(VENV)/.stamp-venv $(SETUP_INPUTS)
 	$(PIP_INSTALL) --editable '.[demo,dev]'
+	@# The published drafter code, an oracle of the export's tests. It pins other versions of what we share: code only.
+	$(PIP_INSTALL) --no-deps dflash==0.1.0
 	@touch $(RUNTIME) $@
 
 check: $(DEV) ## Lint, types, architecture, contract and its generated code
