@@ -117,6 +117,9 @@ class CreditWindow:
     Grants are held back until a quarter of the window has been consumed (measured: returned in quarters they cost
     nothing), except when nothing received is left to consume: then the window is opened in full, since the server may
     be waiting for more than three quarters of it.
+
+    For a client of one stream. The trainer has many, and moves requests between them: it grants each request's bytes
+    with the request (`drafter_trainer.client.session`).
     """
 
     def __init__(self, window_bytes: int) -> None:
