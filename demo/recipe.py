@@ -102,7 +102,7 @@ def smollm2_recipe(num_prompts: int) -> Recipe:
         threads=None,
         conversations_per_step=0.45,
         default_steps=None,
-        step_gflop=46.0,
+        step_gflop=54.0,
         step_overhead_s=0.05,
         evaluation_gflop=1_000.0,
         reserved_s=285.0,
