@@ -60,6 +60,14 @@ class FrontServicer(target_pb2_grpc.TargetFrontServiceServicer):
         response.replicas.extend(self._describe(replica) for replica in self._supervisor.replicas)
         return response
 
+    @maps_errors
+    async def SwapTarget(  # type: ignore[override] - it writes to the context instead
+        self, request: target_pb2.SwapTargetRequest, _context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Refuses: this server serves the checkpoint that it was started with."""
+        detail = f"checkpoint {request.checkpoint}: this server can't swap; restart it with --model.path"
+        raise WireError(Code.UNIMPLEMENTED, Reason.SWAP_REFUSED, detail)
+
     def _describe(self, replica: ReplicaStatus) -> target_pb2.Replica:
         return target_pb2.Replica(
             index=replica.index,

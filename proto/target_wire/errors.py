@@ -72,6 +72,9 @@ class Reason(StrEnum):
     CREDIT_INVALID = "CREDIT_INVALID"
     """A grant went back, or exceeds the window."""
 
+    SWAP_REFUSED = "SWAP_REFUSED"
+    """The checkpoint can't replace the one served; nothing has changed."""
+
     # The answer was lost on the way; asking again is right, here or at another replica.
     TARGET_LOADING = "TARGET_LOADING"
     """No replica has loaded the model yet."""
@@ -85,6 +88,11 @@ class Reason(StrEnum):
     """A frame's bytes, offset or checksum are wrong."""
     CAPTURE_FAILED = "CAPTURE_FAILED"
     """The forward failed for this batch; the replica goes on."""
+
+    SWAP_IN_PROGRESS = "SWAP_IN_PROGRESS"
+    """Another swap runs; one at a time."""
+    SWAP_FAILED = "SWAP_FAILED"
+    """The new weights could not be taken; the version before is served."""
 
     # Neither retried nor a mistake in the request.
     CANCELLED = "CANCELLED"
@@ -104,6 +112,8 @@ RETRYABLE: frozenset[Reason] = frozenset(
         Reason.FRAME_CORRUPT,
         Reason.CAPTURE_FAILED,
         Reason.STALLED,
+        Reason.SWAP_IN_PROGRESS,
+        Reason.SWAP_FAILED,
     }
 )
 

@@ -62,6 +62,28 @@ MESSAGES: dict[str, Message] = {
         max_batch_token_count=16_384,
         max_sequence_token_count=4096,
     ),
+    "swap_request": pb.SwapTargetRequest(
+        request_id="3f1e", checkpoint="tuned/step-200", dry_run=True, wait_for_trainer=True
+    ),
+    "swap_progress": pb.SwapTargetResponse(
+        stage=pb.SWAP_STAGE_FOLLOW,
+        replicas=[
+            pb.SwapReplica(index=0, read_bytes=1 << 33, total_bytes=1 << 34, committed=True),
+            pb.SwapReplica(index=1, total_bytes=1 << 34),
+        ],
+        version=VERSION,
+        checkpoint="/models/tuned/step-200",
+        lagging_session_count=2,
+    ),
+    "describe_response_after_swaps": pb.DescribeTargetResponse(
+        protocol_version=1,
+        version=VERSION,
+        replicas=[pb.Replica(index=1, stats=pb.ReplicaStats(lagging_session_count=3, swap_pause_seconds=0.25))],
+        earlier_versions=[
+            pb.TargetVersion(number=2, digest="2" * 32),
+            pb.TargetVersion(number=1, digest="1" * 32),
+        ],
+    ),
     "stream_open": request(
         open=pb.Open(
             protocol_version=1,

@@ -89,6 +89,42 @@ REPLICA_STATE_FAILED: ReplicaState.ValueType  # 4
 """Has been given up after repeated failures to start."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
+class _SwapStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SwapStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SwapStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SWAP_STAGE_UNSPECIFIED: _SwapStage.ValueType  # 0
+    """Not set."""
+    SWAP_STAGE_VALIDATE: _SwapStage.ValueType  # 1
+    """The front compares the checkpoint's config, tokenizer and tensor headers with what is served."""
+    SWAP_STAGE_READ: _SwapStage.ValueType  # 2
+    """The replicas read the new weights once (digest, finite values) while they go on serving."""
+    SWAP_STAGE_COMMIT: _SwapStage.ValueType  # 3
+    """The replicas pause between two batches and take the new weights."""
+    SWAP_STAGE_FOLLOW: _SwapStage.ValueType  # 4
+    """The new version is served; with wait_for_trainer, open sessions still have batches of the old one to come."""
+    SWAP_STAGE_DONE: _SwapStage.ValueType  # 5
+    """The swap has ended well; the last message of a call."""
+
+class SwapStage(_SwapStage, metaclass=_SwapStageEnumTypeWrapper):
+    """Where a swap is. Stages follow each other in this order."""
+
+SWAP_STAGE_UNSPECIFIED: SwapStage.ValueType  # 0
+"""Not set."""
+SWAP_STAGE_VALIDATE: SwapStage.ValueType  # 1
+"""The front compares the checkpoint's config, tokenizer and tensor headers with what is served."""
+SWAP_STAGE_READ: SwapStage.ValueType  # 2
+"""The replicas read the new weights once (digest, finite values) while they go on serving."""
+SWAP_STAGE_COMMIT: SwapStage.ValueType  # 3
+"""The replicas pause between two batches and take the new weights."""
+SWAP_STAGE_FOLLOW: SwapStage.ValueType  # 4
+"""The new version is served; with wait_for_trainer, open sessions still have batches of the old one to come."""
+SWAP_STAGE_DONE: SwapStage.ValueType  # 5
+"""The swap has ended well; the last message of a call."""
+Global___SwapStage: _TypeAlias = SwapStage  # noqa: Y015
+
 @_typing.final
 class TensorSpec(_message.Message):
     """A dense row-major tensor's description."""
@@ -130,7 +166,9 @@ class TargetVersion(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Grows by one with each swap; 1 for the first checkpoint a server loads. 0 means "not set" or "any"."""
+    """Grows by one with each swap; 1 for the first checkpoint a server loads. It survives restarts of the server as far
+    as its state file does; the digest alone says whether weights are the same. 0 means "not set" or "any".
+    """
     digest: _builtins.str
     """Digest of the checkpoint's weights, lower-case hex of 32 digits. The same weights have the same digest on any
     server. Empty means "any".
@@ -283,6 +321,8 @@ class ReplicaStats(_message.Message):
     PACK_SECONDS_FIELD_NUMBER: _builtins.int
     COPY_SECONDS_FIELD_NUMBER: _builtins.int
     SEND_SECONDS_FIELD_NUMBER: _builtins.int
+    LAGGING_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    SWAP_PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
     batch_count: _builtins.int
     """Batches sent to their end."""
     token_count: _builtins.int
@@ -315,6 +355,12 @@ class ReplicaStats(_message.Message):
     """Time from the forward's end until the rows were in the host slot."""
     send_seconds: _builtins.float
     """Time from the first to the last message handed to the transport, and the wait for the transport to take it."""
+    lagging_session_count: _builtins.int
+    """Open sessions whose latest batch sent is of an earlier version than the one served now."""
+    swap_pause_seconds: _builtins.float
+    """Time of the last swap's pause: from the end of the last batch before it until batches were made again; 0 before
+    the first swap.
+    """
     def __init__(
         self,
         *,
@@ -334,10 +380,12 @@ class ReplicaStats(_message.Message):
         pack_seconds: _builtins.float = ...,
         copy_seconds: _builtins.float = ...,
         send_seconds: _builtins.float = ...,
+        lagging_session_count: _builtins.int = ...,
+        swap_pause_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_count", b"batch_count", "copy_seconds", b"copy_seconds", "credit_seconds", b"credit_seconds", "failed_count", b"failed_count", "forward_seconds", b"forward_seconds", "free_slot_count", b"free_slot_count", "nonfinite_count", b"nonfinite_count", "pack_seconds", b"pack_seconds", "queue_seconds", b"queue_seconds", "queued_count", b"queued_count", "running_count", b"running_count", "send_seconds", b"send_seconds", "sent_bytes", b"sent_bytes", "session_count", b"session_count", "slot_count", b"slot_count", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_count", b"batch_count", "copy_seconds", b"copy_seconds", "credit_seconds", b"credit_seconds", "failed_count", b"failed_count", "forward_seconds", b"forward_seconds", "free_slot_count", b"free_slot_count", "lagging_session_count", b"lagging_session_count", "nonfinite_count", b"nonfinite_count", "pack_seconds", b"pack_seconds", "queue_seconds", b"queue_seconds", "queued_count", b"queued_count", "running_count", b"running_count", "send_seconds", b"send_seconds", "sent_bytes", b"sent_bytes", "session_count", b"session_count", "slot_count", b"slot_count", "swap_pause_seconds", b"swap_pause_seconds", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,6 +420,7 @@ class DescribeTargetResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EARLIER_VERSIONS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the server speaks; a client with another major refuses."""
     max_batch_token_count: _builtins.int
@@ -390,6 +439,10 @@ class DescribeTargetResponse(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """Every replica, serving or not."""
 
+    @_builtins.property
+    def earlier_versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetVersion]:
+        """Versions served before, newest first, at most 32. FetchHead answers for them as long as their files are there."""
+
     def __init__(
         self,
         *,
@@ -399,14 +452,133 @@ class DescribeTargetResponse(_message.Message):
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         max_batch_token_count: _builtins.int = ...,
         max_sequence_token_count: _builtins.int = ...,
+        earlier_versions: _abc.Iterable[Global___TargetVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_token_count", b"max_batch_token_count", "max_sequence_token_count", b"max_sequence_token_count", "model", b"model", "protocol_version", b"protocol_version", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["earlier_versions", b"earlier_versions", "max_batch_token_count", b"max_batch_token_count", "max_sequence_token_count", b"max_sequence_token_count", "model", b"model", "protocol_version", b"protocol_version", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeTargetResponse: _TypeAlias = DescribeTargetResponse  # noqa: Y015
+
+@_typing.final
+class SwapTargetRequest(_message.Message):
+    """Asks for a swap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    WAIT_FOR_TRAINER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Chosen by the caller, 1 to 128 characters: the same id is the same swap. Empty, longer, or used before with
+    another checkpoint: INVALID_ARGUMENT with BAD_REQUEST.
+    """
+    checkpoint: _builtins.str
+    """Directory of the checkpoint as the server sees it: absolute, or relative to the server's swap.checkpoint_root.
+    Links are followed first; outside of that root: FAILED_PRECONDITION with SWAP_REFUSED.
+    """
+    dry_run: _builtins.bool
+    """Only validates and reads; changes nothing. Ends with the digest read and version number 0."""
+    wait_for_trainer: _builtins.bool
+    """Ends only when every open session that was sent batches of the old version was also sent one of the new version,
+    or has ended.
+    """
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+        wait_for_trainer: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "dry_run", b"dry_run", "request_id", b"request_id", "wait_for_trainer", b"wait_for_trainer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapTargetRequest: _TypeAlias = SwapTargetRequest  # noqa: Y015
+
+@_typing.final
+class SwapTargetResponse(_message.Message):
+    """Progress of a swap: at least one message for each stage, and one a second while a stage lasts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    LAGGING_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    stage: Global___SwapStage.ValueType
+    """Where the swap is."""
+    checkpoint: _builtins.str
+    """The checkpoint's directory as the server resolved it."""
+    lagging_session_count: _builtins.int
+    """Sessions that FOLLOW still waits for."""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwapReplica]:
+        """The replicas that take part, in the order of their indices; empty during VALIDATE."""
+
+    @_builtins.property
+    def version(self) -> Global___TargetVersion:
+        """The new version: its digest from the end of READ on; its number with FOLLOW and
+        DONE, 0 before and for a dry run.
+        """
+
+    def __init__(
+        self,
+        *,
+        stage: Global___SwapStage.ValueType = ...,
+        replicas: _abc.Iterable[Global___SwapReplica] | None = ...,
+        version: Global___TargetVersion | None = ...,
+        checkpoint: _builtins.str = ...,
+        lagging_session_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "lagging_session_count", b"lagging_session_count", "replicas", b"replicas", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapTargetResponse: _TypeAlias = SwapTargetResponse  # noqa: Y015
+
+@_typing.final
+class SwapReplica(_message.Message):
+    """How far a replica is in a swap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index of the replica."""
+    read_bytes: _builtins.int
+    """Bytes of the new weights that it has read."""
+    total_bytes: _builtins.int
+    """Bytes that it has to read."""
+    committed: _builtins.bool
+    """Whether it has taken the new weights."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        committed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "index", b"index", "read_bytes", b"read_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapReplica: _TypeAlias = SwapReplica  # noqa: Y015
 
 @_typing.final
 class StreamHiddenStatesRequest(_message.Message):

@@ -40,6 +40,11 @@ class TargetFrontServiceStub:
                 request_serializer=target__wire_dot_v1_dot_target__pb2.DescribeTargetRequest.SerializeToString,
                 response_deserializer=target__wire_dot_v1_dot_target__pb2.DescribeTargetResponse.FromString,
                 _registered_method=True)
+        self.SwapTarget = channel.unary_stream(
+                '/target_wire.v1.TargetFrontService/SwapTarget',
+                request_serializer=target__wire_dot_v1_dot_target__pb2.SwapTargetRequest.SerializeToString,
+                response_deserializer=target__wire_dot_v1_dot_target__pb2.SwapTargetResponse.FromString,
+                _registered_method=True)
 
 
 class TargetFrontServiceServicer:
@@ -54,6 +59,21 @@ class TargetFrontServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwapTarget(self, request, context):
+        """Replaces the weights that every replica serves by those of another checkpoint of the same shape, while sessions
+        stay open; answers with progress and last with DONE. Until every replica has read and taken the new
+        weights, nothing changes for clients: then batches are made by the new version, on all replicas alike, and each
+        says which version made it. Idempotent by request_id: repeated while the swap runs, the call joins it; repeated
+        afterwards, it is answered with the end. The swap goes on when its caller goes away.
+        FAILED_PRECONDITION with SWAP_REFUSED when the checkpoint can't replace what is served (the detail names field,
+        found and expected). ABORTED with SWAP_IN_PROGRESS while another swap runs. ABORTED with SWAP_FAILED when the new
+        weights could not be taken although nothing is wrong with the checkpoint. UNAVAILABLE with TARGET_LOADING until a
+        first replica serves. After every one of these errors the version served is the one before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetFrontServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +81,11 @@ def add_TargetFrontServiceServicer_to_server(servicer, server):
                     servicer.DescribeTarget,
                     request_deserializer=target__wire_dot_v1_dot_target__pb2.DescribeTargetRequest.FromString,
                     response_serializer=target__wire_dot_v1_dot_target__pb2.DescribeTargetResponse.SerializeToString,
+            ),
+            'SwapTarget': grpc.unary_stream_rpc_method_handler(
+                    servicer.SwapTarget,
+                    request_deserializer=target__wire_dot_v1_dot_target__pb2.SwapTargetRequest.FromString,
+                    response_serializer=target__wire_dot_v1_dot_target__pb2.SwapTargetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +116,33 @@ class TargetFrontService:
             '/target_wire.v1.TargetFrontService/DescribeTarget',
             target__wire_dot_v1_dot_target__pb2.DescribeTargetRequest.SerializeToString,
             target__wire_dot_v1_dot_target__pb2.DescribeTargetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapTarget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/target_wire.v1.TargetFrontService/SwapTarget',
+            target__wire_dot_v1_dot_target__pb2.SwapTargetRequest.SerializeToString,
+            target__wire_dot_v1_dot_target__pb2.SwapTargetResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -155,8 +207,9 @@ class TargetReplicaServiceServicer:
 
     def FetchHead(self, request, context):
         """The input embedding, the head and the final norm of one version: first `head`, then each tensor's frames in the
-        order of `head.tensors`, ascending offset. Idempotent. FAILED_PRECONDITION with VERSION_MISMATCH when the version
-        asked for is not the one served.
+        order of `head.tensors`, ascending offset. Idempotent. An earlier version's head is read from its checkpoint's
+        files. FAILED_PRECONDITION with VERSION_MISMATCH when the version asked for is neither the one served nor an
+        earlier one whose files are still there, unchanged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,6 +47,17 @@ class TargetFrontServiceStub:
     """Describes the served target, its current version and the replicas that serve it.
     Idempotent. UNAVAILABLE with TARGET_LOADING until a first replica has loaded the model.
     """
+    SwapTarget: _grpc.UnaryStreamMultiCallable[_target_pb2.SwapTargetRequest, _target_pb2.SwapTargetResponse]
+    """Replaces the weights that every replica serves by those of another checkpoint of the same shape, while sessions
+    stay open; answers with progress and last with DONE. Until every replica has read and taken the new
+    weights, nothing changes for clients: then batches are made by the new version, on all replicas alike, and each
+    says which version made it. Idempotent by request_id: repeated while the swap runs, the call joins it; repeated
+    afterwards, it is answered with the end. The swap goes on when its caller goes away.
+    FAILED_PRECONDITION with SWAP_REFUSED when the checkpoint can't replace what is served (the detail names field,
+    found and expected). ABORTED with SWAP_IN_PROGRESS while another swap runs. ABORTED with SWAP_FAILED when the new
+    weights could not be taken although nothing is wrong with the checkpoint. UNAVAILABLE with TARGET_LOADING until a
+    first replica serves. After every one of these errors the version served is the one before.
+    """
 
 @_typing.type_check_only
 class TargetFrontServiceAsyncStub(TargetFrontServiceStub):
@@ -56,6 +67,17 @@ class TargetFrontServiceAsyncStub(TargetFrontServiceStub):
     DescribeTarget: _aio.UnaryUnaryMultiCallable[_target_pb2.DescribeTargetRequest, _target_pb2.DescribeTargetResponse]  # type: ignore[assignment]
     """Describes the served target, its current version and the replicas that serve it.
     Idempotent. UNAVAILABLE with TARGET_LOADING until a first replica has loaded the model.
+    """
+    SwapTarget: _aio.UnaryStreamMultiCallable[_target_pb2.SwapTargetRequest, _target_pb2.SwapTargetResponse]  # type: ignore[assignment]
+    """Replaces the weights that every replica serves by those of another checkpoint of the same shape, while sessions
+    stay open; answers with progress and last with DONE. Until every replica has read and taken the new
+    weights, nothing changes for clients: then batches are made by the new version, on all replicas alike, and each
+    says which version made it. Idempotent by request_id: repeated while the swap runs, the call joins it; repeated
+    afterwards, it is answered with the end. The swap goes on when its caller goes away.
+    FAILED_PRECONDITION with SWAP_REFUSED when the checkpoint can't replace what is served (the detail names field,
+    found and expected). ABORTED with SWAP_IN_PROGRESS while another swap runs. ABORTED with SWAP_FAILED when the new
+    weights could not be taken although nothing is wrong with the checkpoint. UNAVAILABLE with TARGET_LOADING until a
+    first replica serves. After every one of these errors the version served is the one before.
     """
 
 class TargetFrontServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -69,6 +91,23 @@ class TargetFrontServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_target_pb2.DescribeTargetResponse, _abc.Awaitable[_target_pb2.DescribeTargetResponse]]:
         """Describes the served target, its current version and the replicas that serve it.
         Idempotent. UNAVAILABLE with TARGET_LOADING until a first replica has loaded the model.
+        """
+
+    @_abc_1.abstractmethod
+    def SwapTarget(
+        self,
+        request: _target_pb2.SwapTargetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_target_pb2.SwapTargetResponse], _abc.AsyncIterator[_target_pb2.SwapTargetResponse]]:
+        """Replaces the weights that every replica serves by those of another checkpoint of the same shape, while sessions
+        stay open; answers with progress and last with DONE. Until every replica has read and taken the new
+        weights, nothing changes for clients: then batches are made by the new version, on all replicas alike, and each
+        says which version made it. Idempotent by request_id: repeated while the swap runs, the call joins it; repeated
+        afterwards, it is answered with the end. The swap goes on when its caller goes away.
+        FAILED_PRECONDITION with SWAP_REFUSED when the checkpoint can't replace what is served (the detail names field,
+        found and expected). ABORTED with SWAP_IN_PROGRESS while another swap runs. ABORTED with SWAP_FAILED when the new
+        weights could not be taken although nothing is wrong with the checkpoint. UNAVAILABLE with TARGET_LOADING until a
+        first replica serves. After every one of these errors the version served is the one before.
         """
 
 def add_TargetFrontServiceServicer_to_server(servicer: TargetFrontServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -94,8 +133,9 @@ class TargetReplicaServiceStub:
     """
     FetchHead: _grpc.UnaryStreamMultiCallable[_target_pb2.FetchHeadRequest, _target_pb2.FetchHeadResponse]
     """The input embedding, the head and the final norm of one version: first `head`, then each tensor's frames in the
-    order of `head.tensors`, ascending offset. Idempotent. FAILED_PRECONDITION with VERSION_MISMATCH when the version
-    asked for is not the one served.
+    order of `head.tensors`, ascending offset. Idempotent. An earlier version's head is read from its checkpoint's
+    files. FAILED_PRECONDITION with VERSION_MISMATCH when the version asked for is neither the one served nor an
+    earlier one whose files are still there, unchanged.
     """
 
 @_typing.type_check_only
@@ -117,8 +157,9 @@ class TargetReplicaServiceAsyncStub(TargetReplicaServiceStub):
     """
     FetchHead: _aio.UnaryStreamMultiCallable[_target_pb2.FetchHeadRequest, _target_pb2.FetchHeadResponse]  # type: ignore[assignment]
     """The input embedding, the head and the final norm of one version: first `head`, then each tensor's frames in the
-    order of `head.tensors`, ascending offset. Idempotent. FAILED_PRECONDITION with VERSION_MISMATCH when the version
-    asked for is not the one served.
+    order of `head.tensors`, ascending offset. Idempotent. An earlier version's head is read from its checkpoint's
+    files. FAILED_PRECONDITION with VERSION_MISMATCH when the version asked for is neither the one served nor an
+    earlier one whose files are still there, unchanged.
     """
 
 class TargetReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -155,8 +196,9 @@ class TargetReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.FetchHeadResponse], _abc.AsyncIterator[_target_pb2.FetchHeadResponse]]:
         """The input embedding, the head and the final norm of one version: first `head`, then each tensor's frames in the
-        order of `head.tensors`, ascending offset. Idempotent. FAILED_PRECONDITION with VERSION_MISMATCH when the version
-        asked for is not the one served.
+        order of `head.tensors`, ascending offset. Idempotent. An earlier version's head is read from its checkpoint's
+        files. FAILED_PRECONDITION with VERSION_MISMATCH when the version asked for is neither the one served nor an
+        earlier one whose files are still there, unchanged.
         """
 
 def add_TargetReplicaServiceServicer_to_server(servicer: TargetReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

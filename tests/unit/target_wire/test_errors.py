@@ -14,6 +14,7 @@ NEVER_RETRIED = {
     Reason.WINDOW_TOO_SMALL,
     Reason.PROTOCOL_MISMATCH,
     Reason.VERSION_MISMATCH,
+    Reason.SWAP_REFUSED,
     Reason.CREDIT_INVALID,
     Reason.INTERNAL,
 }
