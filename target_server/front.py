@@ -61,7 +61,7 @@ class FrontServicer(target_pb2_grpc.TargetFrontServiceServicer):
         return response
 
     @maps_errors
-    async def SwapTarget(  # type: ignore[override] - it writes to the context instead
+    async def SwapTarget(  # type: ignore[override]
         self, request: target_pb2.SwapTargetRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Refuses: this server serves the checkpoint that it was started with."""
