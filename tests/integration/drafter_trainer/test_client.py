@@ -133,6 +133,19 @@ def header_with(**changes: Any) -> Any:
     return fault
 
 
+def rows_off_by(count: int) -> Any:
+    """A fault that answers with a row more or less than was asked for, everything else in keeping."""
+
+    def fault(asked: Asked, messages: list[bytes]) -> list[bytes]:
+        message = pb.StreamHiddenStatesResponse.FromString(messages[0])
+        header = message.batch_header
+        header.tensor.shape[0] += count
+        header.payload_bytes += count * len(TAPS) * HIDDEN_SIZE * 4
+        return [message.SerializeToString(), *messages[1:]]
+
+    return fault
+
+
 def unexpected_opened(asked: Asked, messages: list[bytes]) -> list[bytes]:
     return [pb.StreamHiddenStatesResponse(opened=pb.Opened(replica_index=0)).SerializeToString()]
 
@@ -169,6 +182,8 @@ FAULTS = {
     "garbage": garbage,
     "foreign request": header_with(request_id=4711),
     "another tap count": header_with(tensor__shape=[5, 3, HIDDEN_SIZE]),  # cases 51, 52
+    "a row too many": rows_off_by(1),  # case 56: a hidden row for the token after the last
+    "a row too few": rows_off_by(-1),  # case 56
     "another dtype": header_with(tensor__dtype=pb.DTYPE_BFLOAT16),
     "another tensor": header_with(tensor__name="embeddings"),
     "another size": header_with(payload_bytes=64),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from drafter_trainer.decode import BlockDrafter, decode_blocks
 from drafter_trainer.errors import CheckpointError, TrainerError, UserError
@@ -158,6 +158,18 @@ def test_config_has_every_key_in_every_place_that_readers_look(trained, exported
     assert published["num_target_layers"] == LAYERS
     assert published["architectures"] == ["DFlashDraftModel"]
     assert set(load_file(exported / "model.safetensors")) == set(drafter.state_dict())
+
+
+def test_no_draft_vocabulary_is_written_and_one_that_is_given_is_refused(trained, exported) -> None:
+    # cases 61, 62, 63: drafts are ids of the target, so there is no map to be stale, missing or of other data
+    target, _, _ = trained
+    assert json.loads((exported / "config.json").read_text())["vocab_size"] == target.config.vocab_size
+    path = exported / "model.safetensors"
+    weights = load_file(path)
+    assert not {"d2t", "t2d", "lm_head.weight"} & set(weights)
+    save_file({**weights, "d2t": torch.arange(32)}, path)
+    with pytest.raises(CheckpointError, match=r"d2t is \(32,\), not None"):
+        load_drafter(exported)
 
 
 @pytest.mark.parametrize("key", ["target_layer_ids", "mask_token_id", "block_size", "num_target_layers"])
