@@ -1,6 +1,6 @@
 # Every target sets itself up: a bare machine needs Python 3.11, gcc, make and pip.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-runtime check fmt test soak test-gpu proto demo demo-tiny clean
+.PHONY: help setup setup-runtime check fmt test soak test-gpu bench proto demo demo-tiny clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ DEV := $(VENV)/.stamp-dev
 RUNTIME := $(VENV)/.stamp-runtime
 GENERATED := proto/target_wire/v1
 PROTO := target_wire/v1/target.proto
-SOURCES := proto target_server drafter_trainer demo tests
+SOURCES := proto target_server drafter_trainer demo bench tests
 
 # torch takes all cores for each process; tests run several processes on them, which then only fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -79,6 +79,9 @@ soak: $(DEV) ## Repeat the fault runs with N new seeds: make soak N=3
 
 test-gpu: $(DEV) ## Test what needs a CUDA device
 	$(PYTEST) -m gpu $(wildcard tests/gpu) $(PYTEST_ARGS)
+
+bench: $(DEV) ## Measure what is promised, into bench/results.json; some parts: make bench PARTS=wire,scale
+	$(BIN)/python -m bench $(if $(PARTS),--only $(PARTS))
 
 demo: $(RUNTIME) ## Train a drafter for a small real model, then decode with it (15 minutes)
 	$(BIN)/python -m demo

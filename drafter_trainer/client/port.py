@@ -116,8 +116,9 @@ class ReceiverPort:
             return None
 
     def send(self, header: dict[str, Any], tail: bytes = b"") -> None:
-        """Queues one message."""
-        self._writer.write(encode_message(header, tail))
+        """Queues one message; drops it when the trainer is gone."""
+        if not self._writer.is_closing():
+            self._writer.write(encode_message(header, tail))
 
     async def close(self) -> None:
         """Sends what is queued and closes the socket."""
