@@ -4,6 +4,7 @@ A checkpoint is a directory:
 
     model.safetensors        the drafter's fp32 weights (these are the masters; there's no second copy)
     optimizer.safetensors    the optimizer's tensors, `<optimizer>.<parameter>.<name>`
+    average.safetensors      the moving average of the weights, fp32; only where one is kept
     state.json               everything else: step, plan position, schedule, counters, identity, target version, config
     manifest.json            size and CRC-32C of the files above; written last
 
@@ -12,7 +13,8 @@ set from (seed, step) before each step, so (seed, step) IS the state, for any nu
 
 Order of writing, by phases that tests interrupt: `files` (each written and fsynced under a temporary directory),
 `manifest`, `synced` (that directory fsynced), `renamed` (to its name, parent fsynced), `latest` (link replaced by
-rename, parent fsynced), `pruned`. No pickle anywhere. Never imports grpc or config.
+rename, parent fsynced), `pruned`. A value that is not finite is never written. No pickle anywhere. Never imports grpc
+or config.
 """
 
 from __future__ import annotations
@@ -61,6 +63,15 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     """As ``DrafterOptimizer.state_dict`` gives it."""
+    average: dict[str, Tensor] | None = None
+    """As ``WeightAverage.state_dict`` gives it; None where none is kept."""
+
+    @property
+    def final_weights(self) -> dict[str, Tensor]:
+        """What is evaluated and exported: the average where there is one, else the weights."""
+        if self.average is None:
+            return self.model
+        return {name: self.average[name] for name in self.model}
 
 
 class CheckpointStore:
@@ -81,8 +92,9 @@ class CheckpointStore:
         """Writes a checkpoint and moves `latest` to it.
 
         Raises:
-            CheckpointError: The file system refused; the checkpoints before are as they were.
+            CheckpointError: A value is not finite, or the file system refused; the checkpoints before are as they were.
         """
+        check_finite(checkpoint)
         try:
             return self._save(checkpoint)
         except OSError as error:
@@ -151,6 +163,26 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+def check_finite(checkpoint: Checkpoint) -> None:
+    """Refuses values that a resumed run could not recover from.
+
+    Raises:
+        CheckpointError: Names what is NaN or infinite.
+    """
+    moments, _ = split_tensors(checkpoint.optimizer)
+    groups = {"model": checkpoint.model, "optimizer": moments, "average": checkpoint.average or {}}
+    bad = [f"{group} {name}" for group, tensors in groups.items() for name, t in tensors.items() if not _is_finite(t)]
+    if bad:
+        names = f"{', '.join(bad[:3])}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''}"
+        raise CheckpointError(
+            f"checkpoint of step {checkpoint.step} is not written: not finite: {names}; go on from the one before"
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
 def write_files(directory: Path, checkpoint: Checkpoint) -> None:
     """Writes and syncs everything but the manifest."""
     tensors, optimizer_rest = split_tensors(checkpoint.optimizer)
@@ -164,7 +196,10 @@ def write_files(directory: Path, checkpoint: Checkpoint) -> None:
         "optimizer": optimizer_rest,
     }
     write_json(directory / "state.json", state)
-    for name, values in (("model", checkpoint.model), ("optimizer", tensors)):
+    groups = {"model": checkpoint.model, "optimizer": tensors, "average": checkpoint.average}
+    for name, values in groups.items():
+        if values is None:
+            continue
         path = directory / f"{name}.safetensors"
         save_file({key: value.contiguous() for key, value in values.items()}, path)
         # safetensors makes files that only their owner may read; whoever may read the state may read these.
@@ -198,6 +233,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             counters=state["counters"],
             model=load_file(directory / "model.safetensors"),
             optimizer=join_tensors(state["optimizer"], tensors),
+            average=load_file(average) if (average := directory / "average.safetensors").exists() else None,
         )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"checkpoint {directory} is torn: {error}") from error

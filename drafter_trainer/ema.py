@@ -35,6 +35,13 @@ class WeightAverage:
         self._average = {name: p.detach().float().clone() for name, p in module.named_parameters()}
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Start again at the module's present weights."""
+        self._updates = 0
+        for name, parameter in self._module.named_parameters():
+            self._average[name].copy_(parameter)
+
+    @torch.no_grad()
     def update(self) -> None:
         """Move towards the module's weights; call after each step that was made, not after a skipped one."""
         decay = min(self._decay, (1 + self._updates) / (10 + self._updates))

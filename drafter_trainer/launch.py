@@ -128,6 +128,7 @@ def build_loop(
         heads=heads,
         ranks=machine.ranks,
         settings=step_settings(blueprint),
+        average=learner.average,
     )
     return TrainLoop(
         engine, feed=feed, guard=learner.guard, ranks=machine.ranks, watcher=recorder, settings=blueprint.loop

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from drafter_trainer.blueprint import Blueprint
 from drafter_trainer.checkpoint import Checkpoint, CheckpointStore, differences
 from drafter_trainer.config import TrainerConfig
+from drafter_trainer.devices import resolve_compute_dtype
+from drafter_trainer.ema import WeightAverage
 from drafter_trainer.errors import UserError
 from drafter_trainer.guard import StepGuard
 from drafter_trainer.heads import HeadShelf
@@ -88,21 +90,28 @@ def build_learner(blueprint: Blueprint, heads: HeadShelf, saved: Checkpoint | No
     if saved is None:
         initialise(drafter, config, blueprint, heads)
     drafter.to(machine.device)
-    optimizer = build_optimizer(drafter, optim_settings(config, blueprint.loop.total_steps))
+    drafter.recompute_layers = config.run.recompute_layers
+    optimizer = build_optimizer(drafter, optim_settings(config, blueprint.loop.total_steps, device=machine.device))
+    decay = config.optim.ema_decay
+    average = WeightAverage(drafter, decay=decay) if decay is not None else None
     counters: dict[str, int] = {}
     progress = Progress()
     if saved is not None:
         drafter.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.optimizer)
+        if average is not None and saved.average is not None:
+            average.load_state_dict(saved.average)
         counters = saved.counters
         progress = Progress(saved.step, saved.position, counters["tokens"])
     machine.ranks.copy_from_first(drafter.state_dict().values())
+    if average is not None and (saved is None or saved.average is None):
+        average.restart()
     guard = StepGuard(
         max_in_a_row=config.optim.max_skipped_steps,
         skipped=counters.get("skipped", 0),
         in_a_row=counters.get("skipped_in_a_row", 0),
     )
-    return Learner(drafter=drafter, optimizer=optimizer, guard=guard, progress=progress)
+    return Learner(drafter=drafter, optimizer=optimizer, average=average, guard=guard, progress=progress)
 
 
 def initialise(drafter: Drafter, config: TrainerConfig, blueprint: Blueprint, heads: HeadShelf) -> None:
@@ -136,7 +145,7 @@ def load_weights(drafter: Drafter, directory: Path) -> None:
         raise UserError("drafter.init_from", directory, fix) from error
 
 
-def optim_settings(config: TrainerConfig, total_steps: int) -> OptimSettings:
+def optim_settings(config: TrainerConfig, total_steps: int, *, device: torch.device) -> OptimSettings:
     """The optimizer's settings."""
     optim = config.optim
     return OptimSettings(
@@ -145,8 +154,12 @@ def optim_settings(config: TrainerConfig, total_steps: int) -> OptimSettings:
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
+        algorithm=optim.algorithm,
         schedule=optim.schedule,
         warmup_share=optim.warmup_ratio,
+        decay_share=optim.decay_ratio,
         final_factor=optim.min_lr_ratio,
         max_grad_norm=optim.clip_norm,
+        momentum=optim.momentum,
+        muon_dtype=resolve_compute_dtype("auto", device),
     )

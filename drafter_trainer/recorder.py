@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from drafter_trainer.checkpoint import Checkpoint, CheckpointStore, replace_json
+from drafter_trainer.ema import WeightAverage
 from drafter_trainer.guard import StepGuard
 from drafter_trainer.metrics import ConsoleSink, JsonlSink, MetricsSink, ProgressSink, StepMetrics, TensorBoardSink
 from drafter_trainer.model import Drafter
@@ -32,6 +33,8 @@ class Learner:
 
     drafter: Drafter
     optimizer: DrafterOptimizer
+    average: WeightAverage | None
+    """Of the drafter's weights, where one is wanted."""
     guard: StepGuard
     progress: Progress
 
@@ -134,6 +137,7 @@ class Recorder:
             },
             model=dict(learner.drafter.state_dict()),
             optimizer=learner.optimizer.state_dict(),
+            average=learner.average.state_dict() if learner.average is not None else None,
         )
 
     def _build_sinks(self, done_steps: int) -> Iterator[MetricsSink]:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from drafter_trainer.anchors import Anchors, draw_anchors
+from drafter_trainer.ema import WeightAverage
 from drafter_trainer.feed import FedBatch, Feed
 from drafter_trainer.guard import bad_step_reason
 from drafter_trainer.head import TargetHead
@@ -159,6 +160,7 @@ class StepEngine:
         heads: The target's frozen ends.
         ranks: Whom to agree with.
         settings: The arithmetic's settings.
+        average: Follows the weights after each step that was made; acceptance is simulated with it.
     """
 
     def __init__(
@@ -170,6 +172,7 @@ class StepEngine:
         heads: Heads,
         ranks: Ranks,
         settings: StepSettings,
+        average: WeightAverage | None = None,
     ) -> None:
         self.drafter = drafter
         self.optimizer = optimizer
@@ -177,6 +180,7 @@ class StepEngine:
         self._heads = heads
         self._ranks = ranks
         self._settings = settings
+        self._average = average
 
     def step(self, step: int, micros: Sequence[MicroBatch], *, simulate: bool) -> StepOutcome:
         """Trains this rank's micro-batches of one step; they are the feed's next ones.
@@ -233,6 +237,8 @@ class StepEngine:
             result = self.optimizer.step()
             grad_norm = result.grad_norm
             bad = bad_step_reason(bad_batches=0, loss=loss, grad_norm=grad_norm)
+            if self._average is not None and not result.skipped:
+                self._average.update()
         return StepOutcome(
             sums=sums,
             loss=loss,
@@ -246,9 +252,12 @@ class StepEngine:
     def _simulate(self, fed: FedBatch) -> float | None:
         """Simulated acceptance length on the head of a batch; None when it holds no answer."""
         head = self._heads.head(fed.batch.target_version)
-        with self._autocast():
+        with self._autocast(), self._averaged():
             acceptance = simulate_acceptance(self.drafter, head, simulated_part(fed.batch))
         return acceptance.micro if acceptance.rounds else None
+
+    def _averaged(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._average is None else self._average.applied()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._settings.compute_dtype == torch.float32:

@@ -112,7 +112,7 @@ def load_any_drafter(config: TrainerConfig) -> Drafter:
     assert named is not None or config.run.dir is not None, "required before"
     checkpoint = load_checkpoint(config.run.dir or Path(), named)
     drafter = Drafter(DrafterConfig.from_json(checkpoint.facts["drafter_config"]))
-    drafter.load_state_dict(checkpoint.model)
+    drafter.load_state_dict(checkpoint.final_weights)
     return drafter
 
 

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[options.dtype]
     export_drafter(
         DrafterConfig.from_json(checkpoint.facts["drafter_config"]),
-        checkpoint.model,
+        checkpoint.final_weights,
         output,
         dtype=dtype,
         embedding_scale=_embedding_scale(checkpoint, run_dir),

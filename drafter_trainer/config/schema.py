@@ -186,24 +186,33 @@ class BatchSection(Section):
 
 
 class OptimSection(Section):
-    """AdamW and its schedule."""
+    """How the weights are updated, and when an update is left out."""
 
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    """adamw for everything, or muon for matrices and adamw for norm gains."""
     lr: float = Field(default=6e-4, gt=0)
-    """Highest learning rate."""
+    """Highest learning rate. Muon's updates are scaled to the size of AdamW's, so one rate serves both."""
     betas: Betas = (0.9, 0.999)
-    """Decay of both moments."""
+    """AdamW's decay of both moments."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
+    """AdamW's: added to the denominator."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd is constant, then linear over the last decay_ratio of all steps."""
     warmup_ratio: float = Field(default=0.04, ge=0, le=1)
     """Part of all steps in which the rate rises linearly."""
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    """With wsd: part of all steps in which the rate falls."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Part of lr that remains at the end."""
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Keep a moving average of the weights with this decay (such as 0.999); it is what is evaluated and exported. None
+    keeps none."""
     max_skipped_steps: int = Field(default=10, ge=1)
     """Steps in a row without a finite gradient before the run stops."""
 
@@ -225,6 +234,9 @@ class RunSection(Section):
     """Compute type of the drafter; masters are always fp32. auto: bf16 where the hardware multiplies it fast."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; by default its own choice."""
+    recompute_layers: bool = False
+    """Run each drafter layer again in the backward pass instead of keeping what is in it: less memory, a third more
+    time."""
     checkpoint_every_steps: int = Field(default=500, ge=1)
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = Field(default=3, ge=1)

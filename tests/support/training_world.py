@@ -238,6 +238,7 @@ def final_state(run_dir: Path) -> dict[str, Any]:
     return {
         "model": load_file(latest / "model.safetensors"),
         "moments": load_file(latest / "optimizer.safetensors"),
+        "average": load_file(average) if (average := latest / "average.safetensors").exists() else {},
         "optimizer": state["optimizer"],
         "progress": (state["step"], state["position"], state["counters"]),
         "consumed": read_records(run_dir / "consumed-rank-0.jsonl"),
@@ -250,7 +251,7 @@ def assert_same_run(run_dir: Path, reference: dict[str, Any]) -> None:
     state = final_state(run_dir)
     for name in ("progress", "consumed", "losses", "optimizer"):
         assert state[name] == reference[name], name
-    for name in ("model", "moments"):
+    for name in ("model", "moments", "average"):
         assert state[name].keys() == reference[name].keys()
         for key, tensor in reference[name].items():
             assert torch.equal(state[name][key], tensor), f"{name} {key}"

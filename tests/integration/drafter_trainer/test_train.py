@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -97,6 +98,31 @@ def test_sigterm_finishes_the_step_and_the_resumed_run_ends_bit_equal(
     assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{stopped_at}"
     assert train(training_world, training_server.address, tmp_path / "run")
     assert_same_run(tmp_path / "run", final_state(unbroken))
+
+
+RECIPES = {
+    "muon, wsd, average, recomputed layers": {
+        "optim__algorithm": "muon",
+        "optim__schedule": "wsd",
+        "optim__ema_decay": 0.9,
+        "run__recompute_layers": "true",
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_every_recipe_learns_and_resumes_bit_equal(
+    recipe: dict[str, Any], training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:  # I6
+    run_dir = tmp_path / "run"
+    changes = {**recipe, "run__steps": 8, "run__checkpoint_every_steps": 4}
+    assert train(training_world, training_server.address, run_dir, **changes)
+    unbroken = final_state(run_dir)
+    losses = [loss for _, loss, *_ in unbroken["losses"]]
+    assert sum(losses[-2:]) / 2 < losses[0] - 0.05
+    shutil.rmtree(run_dir / "checkpoints" / "step-8")  # as if killed after step 4
+    assert train(training_world, training_server.address, run_dir, **changes)
+    assert_same_run(run_dir, unbroken)
 
 
 def test_a_trainer_started_before_the_server_says_so_and_goes_on(

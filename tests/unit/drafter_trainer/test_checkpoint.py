@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -98,6 +99,38 @@ def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) 
         store.save(checkpoint(step))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-10", "step-2"]
     assert os.readlink(tmp_path / "latest") == "step-10"
+
+
+def test_an_average_is_kept_and_is_what_is_evaluated_and_exported(tmp_path: Path) -> None:
+    saved = checkpoint(1)
+    assert saved.final_weights is saved.model
+    average = {"fc.weight": saved.model["fc.weight"] / 2, "updates": torch.tensor(7)}
+    CheckpointStore(tmp_path, keep=1).save(dataclasses.replace(saved, average=average))
+    loaded = CheckpointStore(tmp_path, keep=1).load_latest()
+    assert loaded is not None
+    assert loaded.average is not None
+    assert int(loaded.average["updates"]) == 7
+    assert loaded.final_weights.keys() == saved.model.keys()
+    assert torch.equal(loaded.final_weights["fc.weight"], average["fc.weight"])
+    assert torch.equal(loaded.model["fc.weight"], saved.model["fc.weight"])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["model", "optimizer", "average"])
+def test_a_value_that_is_not_finite_is_never_written(where: str, bad: float, tmp_path: Path) -> None:  # I4, cases 7, 8
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(checkpoint(1))
+    poisoned = dataclasses.replace(checkpoint(2), average={"fc.weight": torch.zeros(2)})
+    tensors = {
+        "model": poisoned.model["fc.weight"],
+        "optimizer": poisoned.optimizer["optimizers"][0]["state"][0]["exp_avg"],
+        "average": (poisoned.average or {})["fc.weight"],
+    }
+    tensors[where].view(-1)[0] = bad
+    with pytest.raises(CheckpointError, match=f"step 2 is not written: not finite: {where} "):
+        store.save(poisoned)
+    assert_equal(store.load_latest(), checkpoint(1))
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "latest"}
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -79,7 +79,7 @@ def test_config_is_frozen():
         (["--optim.lrr", "1"], "--optim.lrr: 1: no such setting; did you mean --optim.lr?"),
         (["--lr", "1"], "--lr: 1: no such setting; did you mean --optim.lr?"),
         (["--optim.lr"], "--optim.lr: (not set): needs a value after it"),
-        (["--optim", "1"], "--optim: 1: a section, not a setting; optim holds lr, betas"),
+        (["--optim", "1"], "--optim: 1: a section, not a setting; optim holds algorithm, lr, betas"),
         (["--optim.l", "1"], "--optim.l: 1: no such setting"),
         (["--nonsense.thing", "1"], "no such setting; sections are target, data"),
         (["stray"], "command line: stray: not understood"),
@@ -103,7 +103,7 @@ def test_mistake_on_the_command_line_is_one_line(flags, message):
     [
         ("optim: {lrr: 1}", "optim.lrr: 1: no such setting; did you mean optim.lr?"),
         ("optimm: {lr: 1}", "no such setting; did you mean optim.lr?"),
-        ("optim: 3", "optim: 3: optim holds lr, betas"),
+        ("optim: 3", "optim: 3: optim holds algorithm, lr, betas"),
         ("[1]", "holds a list; give sections such as 'optim:'"),
         ("optim: {lr: [", "not valid YAML"),
         ("optim: {lr: {a: 1}}", "should be a valid number (from "),

@@ -199,3 +199,19 @@ def test_muon_takes_matrices_and_scales_updates_like_adamw() -> None:
         sizes[algorithm] = (drafter.fc.weight - before).square().mean().sqrt().item()
     assert sizes["adamw"] == pytest.approx(1e-2, rel=0.01)
     assert 0.1 < sizes["muon"] / sizes["adamw"] < 0.5  # 0.2, the constant of match_rms_adamw
+
+
+def test_muon_in_fp32_makes_torchs_step_to_bf16s_rounding() -> None:
+    """It stands in for torch's own where bf16 is emulated; the state has torch's names and sizes."""
+    steps = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        drafter, optimizer = prepared(algorithm="muon", muon_dtype=dtype, warmup_share=0.0, weight_decay=0.1)
+        before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+        for seed in range(2):
+            fill_gradients(drafter, seed)
+            optimizer.step()
+        steps[dtype] = {name: p.detach() - before[name] for name, p in drafter.named_parameters() if p.dim() > 1}
+        states = optimizer.state_dict()["optimizers"][0]["state"]
+        assert {name for state in states.values() for name in state} == {"momentum_buffer"}
+    for name, exact in steps[torch.float32].items():
+        assert (exact - steps[torch.bfloat16][name]).norm() < 0.03 * exact.norm(), name
