@@ -24,6 +24,8 @@ from drafter_trainer.devices import resolve_compute_dtype, resolve_device, resol
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.drafter_shape import read_model_config, resolve_drafter_config
 from drafter_trainer.errors import TargetChangedError, TargetUnavailableError, UserError
+from drafter_trainer.features import FeatureLayout
+from drafter_trainer.head import final_norm_offset
 from drafter_trainer.parallel import Ranks, join_ranks
 from drafter_trainer.plan import Plan, PlanSettings
 from drafter_trainer.prepare import PrepareSettings, open_dataset
@@ -59,6 +61,8 @@ class Target:
     described: DescribedTarget
     wire_dtype: DType
     drafter_config: DrafterConfig
+    layout: FeatureLayout
+    """Which of its states the run reads."""
 
     @property
     def version(self) -> Version:
@@ -253,7 +257,24 @@ def meet_target(config: TrainerConfig, dataset: TokenDataset) -> Target:
         fix = f"the server takes {response.max_batch_token_count} tokens a batch; give at most that, or raise its limit"
         raise UserError("batch.max_tokens", config.batch.max_tokens, fix)
     check_data_fits(config, dataset, response)
-    return Target(described, resolve_wire_dtype(config, described), resolve_drafter(config, described, dataset))
+    drafter_config = resolve_drafter(config, described, dataset)
+    layout = feature_layout(config, described, drafter_config)
+    return Target(described, resolve_wire_dtype(config, described), drafter_config, layout)
+
+
+def feature_layout(config: TrainerConfig, described: DescribedTarget, drafter: DrafterConfig) -> FeatureLayout:
+    """The states to ask for: the drafter's taps, and the last block's where distillation reads it.
+
+    Raises:
+        UserError: Distillation from a target whose final norm isn't known.
+    """
+    model = described.response.model
+    if config.loss.distill is None:
+        return FeatureLayout(drafter.target_layer_ids, drafter.hidden_size)
+    if final_norm_offset(model.architecture) is None:
+        fix = f"the final norm of {model.architecture} isn't known, so what it predicts isn't either; leave it out"
+        raise UserError("loss.distill", config.loss.distill, fix)
+    return FeatureLayout(drafter.target_layer_ids, drafter.hidden_size, model.layer_count - 1)
 
 
 def check_data_fits(config: TrainerConfig, dataset: TokenDataset, response: pb.DescribeTargetResponse) -> None:
@@ -305,7 +326,7 @@ def stream_terms(config: TrainerConfig, target: Target, *, client_name: str) -> 
         UserError: The window is smaller than the largest batch.
     """
     terms = StreamTerms(
-        taps=target.drafter_config.target_layer_ids,
+        taps=target.layout.taps,
         hidden_size=target.drafter_config.hidden_size,
         dtype=target.wire_dtype,
         max_batch_tokens=config.batch.max_tokens,

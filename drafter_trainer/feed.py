@@ -4,7 +4,7 @@ Owns which positions this rank takes (r, r + R, ...), the requests ahead, and th
 batch's features ARE the received bytes, in the ring's slot; on CUDA they are copied on a side stream while the batch
 before trains, and the slot is free when that copy has ended. Must never change the order or train a position twice.
 
-Used by one thread. Shapes: T packed tokens, C = taps * target hidden.
+Used by one thread. Shapes: T packed tokens, W elements of a received row.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from target_wire.codec import tensor_from_buffer
 from target_wire.spec import DType
 from torch import Tensor
 
+from drafter_trainer.features import FeatureLayout
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 
 __all__ = ["BatchSource", "FedBatch", "Feed", "FeedSettings"]
@@ -72,8 +73,8 @@ class FeedSettings:
     rank: int
     num_ranks: int
     wire_dtype: DType
-    feature_width: int
-    """C."""
+    layout: FeatureLayout
+    """What a received row holds."""
     device: torch.device
 
 
@@ -133,15 +134,16 @@ class Feed:
         micro = self._planned.popleft()
         self._submitted -= 1
         assert slot.position == micro.position, f"batch {slot.position} where {micro.position} is due"
-        features_TC = self._features(slot, micro)
+        features_TW = self._features(slot, micro)
         if self._copier is not None:
-            features_TC = self._copier.copy(features_TC)
+            features_TW = self._copier.copy(features_TW)
             self._source.release(slot)
             self.fill()
         version = Version(slot.version_number, slot.version_digest)
-        yield FedBatch(TrainBatch(micro, features_TC, version, slot.replica_index), slot.finite)
+        context_TC, last_TD = self._settings.layout.split(features_TW)
+        yield FedBatch(TrainBatch(micro, context_TC, version, slot.replica_index, last_TD), slot.finite)
         if self._copier is None:
-            del features_TC
+            del features_TW, context_TC, last_TD
             self._source.release(slot)
             self.fill()
 
@@ -157,7 +159,7 @@ class Feed:
         return position is not None
 
     def _features(self, slot: ReceivedSlot, micro: MicroBatch) -> Tensor:
-        shape = (sum(micro.lengths), self._settings.feature_width)
+        shape = (sum(micro.lengths), self._settings.layout.width)
         return tensor_from_buffer(slot.payload, self._settings.wire_dtype, shape)
 
 
@@ -168,13 +170,13 @@ class _DeviceCopier:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, features_TC: Tensor) -> Tensor:
+    def copy(self, features_TW: Tensor) -> Tensor:
         """The features on the device; the host bytes may be overwritten on return."""
         with torch.cuda.stream(self._stream):
-            on_device_TC = features_TC.to(self._device, non_blocking=True)
+            on_device_TW = features_TW.to(self._device, non_blocking=True)
             copied = self._stream.record_event()
         training = torch.cuda.current_stream(self._device)
         training.wait_event(copied)
-        on_device_TC.record_stream(training)
+        on_device_TW.record_stream(training)
         copied.synchronize()  # the trainer still has the step before queued; only the host waits
-        return on_device_TC
+        return on_device_TW

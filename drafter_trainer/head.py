@@ -18,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from drafter_trainer.types import Version
 
-__all__ = ["TargetHead"]
+__all__ = ["TargetHead", "final_norm_offset"]
 
 
 class TargetHead:
@@ -29,6 +29,7 @@ class TargetHead:
         lm_head_weight_VD: The head; the same tensor as the table when the target ties them.
         lm_head_bias_V: The head's bias, or None.
         final_norm_D: Gain of the target's final norm as stored, or None where it has none.
+        final_norm_offset: What is added to that gain; 1 where the target stores it as a distance from 1.
         embedding_scale, logit_scale, logit_softcap: See `embed` and `logits`.
         version: The target version these belong to.
     """
@@ -42,6 +43,7 @@ class TargetHead:
         logit_softcap: float = 0.0,
         logit_scale: float = 1.0,
         final_norm_epsilon: float = 1e-6,
+        final_norm_offset: float = 0.0,
         version: Version | None = None,
     ) -> None:
         """Take the tensors as the target serves them.
@@ -54,6 +56,7 @@ class TargetHead:
             logit_softcap: Cap of the logits; 0 caps nothing.
             logit_scale: Factor on the logits, before the cap.
             final_norm_epsilon: Epsilon of the final norm.
+            final_norm_offset: See the attribute, and `final_norm_offset`.
             version: Which target version the tensors belong to.
 
         Raises:
@@ -72,6 +75,7 @@ class TargetHead:
         self.logit_softcap = float(logit_softcap)
         self.logit_scale = float(logit_scale)
         self.final_norm_epsilon = float(final_norm_epsilon)
+        self.final_norm_offset = float(final_norm_offset)
         self.version = version
 
     @classmethod
@@ -95,6 +99,7 @@ class TargetHead:
             logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
             logit_scale=getattr(config, "logit_scale", None) or 1.0,
             final_norm_epsilon=getattr(config, "rms_norm_eps", 1e-6),
+            final_norm_offset=final_norm_offset(type(model).__name__) or 0.0,
             version=version,
         )
 
@@ -133,6 +138,7 @@ class TargetHead:
             logit_softcap=self.logit_softcap,
             logit_scale=self.logit_scale,
             final_norm_epsilon=self.final_norm_epsilon,
+            final_norm_offset=self.final_norm_offset,
             version=self.version,
         )
 
@@ -143,6 +149,24 @@ class TargetHead:
             return rows
         return rows * torch.tensor(self.embedding_scale, dtype=rows.dtype, device=rows.device)
 
+    def with_norm_offset(self, offset: float) -> TargetHead:
+        """Return this head with another `final_norm_offset`; shares memory."""
+        head = self.to()
+        head.final_norm_offset = offset
+        return head
+
+    def normed(self, last: Tensor) -> Tensor:
+        """Apply the target's final norm to outputs of its last block [*, D], in fp32; what `logits` takes.
+
+        Raises:
+            ValueError: The target sent no gain for it.
+        """
+        if self.final_norm_D is None:
+            raise ValueError("the target's final norm has no weight")
+        x = last.to(torch.float32)
+        gain_D = self.final_norm_D.to(torch.float32) + self.final_norm_offset
+        return F.rms_norm(x, gain_D.shape, gain_D, self.final_norm_epsilon)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [*, V] of final hidden rows [*, D], in the head's dtype."""
         weight, bias = self.lm_head_weight_VD, self.lm_head_bias_V
@@ -152,6 +176,25 @@ class TargetHead:
         if self.logit_softcap > 0.0:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
+
+
+def final_norm_offset(architecture: str) -> float | None:
+    """Return what a target adds to the stored gain of its final RMSNorm; None for a target not known to have one.
+
+    Args:
+        architecture: Class of the target's model, such as "Qwen3ForCausalLM".
+    """
+    for offset, families in _RMS_NORM_FAMILIES.items():
+        if architecture.startswith(families):
+            return offset
+    return None
+
+
+# More specific names first: Qwen3Next and Qwen3_5 store distances from 1, Qwen3 does not.
+_RMS_NORM_FAMILIES = {
+    1.0: ("Gemma", "Qwen3Next", "Qwen3_5", "RecurrentGemma"),
+    0.0: ("Llama", "Mistral", "Mixtral", "Ministral", "Qwen2", "Qwen3", "GptOss", "Phi3", "Granite", "SmolLM3"),
+}
 
 
 def _frozen(tensors: Mapping[str, Tensor], name: str) -> Tensor:

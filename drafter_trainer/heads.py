@@ -29,13 +29,23 @@ class HeadShelf:
         cache_dir: Where heads are kept between runs.
         device: Where the drafter is.
         dtype: Compute type: products with the head are made in it.
+        final_norm_offset: See `TargetHead`; only distillation reads it.
     """
 
-    def __init__(self, addresses: Sequence[str], *, cache_dir: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        cache_dir: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        final_norm_offset: float = 0.0,
+    ) -> None:
         self._addresses = addresses
         self._cache_dir = cache_dir
         self._device = device
         self._dtype = dtype
+        self._final_norm_offset = final_norm_offset
         self._heads: collections.OrderedDict[str, TargetHead] = collections.OrderedDict()
 
     def head(self, version: Version) -> TargetHead:
@@ -48,7 +58,8 @@ class HeadShelf:
         head = self._heads.get(version.digest)
         if head is None:
             logger.info("fetching the head of target version %d (%s)", version.number, version.digest)
-            head = fetch_head(self._addresses, version, cache_dir=self._cache_dir).to(self._device, self._dtype)
+            head = fetch_head(self._addresses, version, cache_dir=self._cache_dir)
+            head = head.with_norm_offset(self._final_norm_offset).to(self._device, self._dtype)
             self._heads[version.digest] = head
             while len(self._heads) > KEPT_VERSIONS:
                 self._heads.popitem(last=False)

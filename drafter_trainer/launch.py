@@ -19,8 +19,10 @@ from drafter_trainer.devices import pin_host_memory
 from drafter_trainer.errors import TrainerError, UserError
 from drafter_trainer.feature_cache import CachedSource
 from drafter_trainer.feed import BatchSource, Feed, FeedSettings
+from drafter_trainer.head import final_norm_offset
 from drafter_trainer.heads import HeadShelf
 from drafter_trainer.learner import build_learner, load_checkpoint
+from drafter_trainer.loss import Distillation
 from drafter_trainer.recorder import Learner, Recorder, RecorderSettings
 from drafter_trainer.run_dir import write_provenance
 from drafter_trainer.signals import stop_on_signals
@@ -95,11 +97,13 @@ def open_delivery(blueprint: Blueprint, should_stop: Callable[[], bool]) -> Deli
 def build_heads(blueprint: Blueprint) -> HeadShelf:
     """The target's frozen ends."""
     machine = blueprint.machine
+    architecture = blueprint.target.described.response.model.architecture
     return HeadShelf(
         blueprint.config.target.addresses,
         cache_dir=blueprint.run_dir.heads,
         device=machine.device,
         dtype=machine.compute_dtype,
+        final_norm_offset=final_norm_offset(architecture) or 0.0,
     )
 
 
@@ -117,7 +121,7 @@ def build_loop(
             rank=machine.ranks.rank,
             num_ranks=machine.ranks.num_ranks,
             wire_dtype=terms.dtype,
-            feature_width=len(terms.taps) * terms.hidden_size,
+            layout=blueprint.target.layout,
             device=machine.device,
         ),
     )
@@ -155,9 +159,16 @@ def step_settings(blueprint: Blueprint) -> StepSettings:
         dpace_alpha=config.loss.dpace_alpha if config.loss.type == "dpace" else None,
         chunk_rows=config.loss.chunk_rows,
         sampler=build_sampler(blueprint),
+        distillation=build_distillation(blueprint),
         compute_dtype=machine.compute_dtype,
         device=machine.device,
     )
+
+
+def build_distillation(blueprint: Blueprint) -> Distillation | None:
+    """The part of the loss that compares with the target's own distribution, where one is wanted."""
+    loss = blueprint.config.loss
+    return None if loss.distill is None else Distillation(loss.distill, loss.distill_weight)
 
 
 def build_sampler(blueprint: Blueprint) -> VocabSampler | None:

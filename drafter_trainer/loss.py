@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drafter_trainer.attention import BlockLayout
 from drafter_trainer.linear_cross_entropy import DEFAULT_CHUNK_ROWS, linear_cross_entropy
+from drafter_trainer.linear_distillation import Divergence, linear_distillation
 from drafter_trainer.vocabulary import VocabSampler, all_rows
 
 if TYPE_CHECKING:
@@ -28,7 +29,15 @@ if TYPE_CHECKING:
     from drafter_trainer.model import Drafter
     from drafter_trainer.types import MicroBatch, TrainBatch
 
-__all__ = ["BlockTargets", "LossOutput", "block_hidden", "build_block_targets", "dpace_weights", "drafter_loss"]
+__all__ = [
+    "BlockTargets",
+    "Distillation",
+    "LossOutput",
+    "block_hidden",
+    "build_block_targets",
+    "dpace_weights",
+    "drafter_loss",
+]
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,25 @@ def build_block_targets(micro: MicroBatch, anchors: Anchors, *, block_size: int,
 
 
 @dataclass(frozen=True)
+class Distillation:
+    """The part of the loss that compares with the target's own distribution.
+
+    Attributes:
+        divergence: How they are compared.
+        weight: Its share, in (0, 1]; cross-entropy has the rest.
+    """
+
+    divergence: Divergence
+    weight: float
+
+
+@dataclass(frozen=True)
 class LossOutput:
     """Sums over one micro-batch.
 
     Attributes:
-        loss_sum: sum(w * CE), fp32 scalar with a graph that reaches every trainable parameter.
+        loss_sum: sum(w * loss), with CE for the loss or its mixture with a divergence; fp32 scalar with a graph that
+            reaches every trainable parameter.
         weight_sum: The share of the denominator, `BlockTargets.weight_sum`.
         cross_entropy_AK: Unweighted cross-entropy by slot, fp32, detached; 0 where not valid.
         correct_AK: Whether a valid slot's label has the largest logit.
@@ -91,7 +114,7 @@ class LossOutput:
     valid_AK: Tensor
 
 
-def drafter_loss(
+def drafter_loss(  # noqa: PLR0913 - what is learned from, and four independent settings
     drafter: Drafter,
     head: TargetHead,
     batch: TrainBatch,
@@ -100,6 +123,7 @@ def drafter_loss(
     *,
     dpace_alpha: float | None = None,
     sampler: VocabSampler | None = None,
+    distillation: Distillation | None = None,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> LossOutput:
     """Run the drafter over a batch and return its weighted loss.
@@ -116,21 +140,33 @@ def drafter_loss(
         dpace_alpha: Multiply the weights by D-PACE's, see `dpace_weights`; None leaves them.
         sampler: Estimate the partition sum from a part of the vocabulary; correctness then means among that part.
             None is exact.
+        distillation: Mix in a divergence from the target's distribution over the whole vocabulary; needs
+            `batch.last_TD`.
         chunk_rows: Rows whose logits are held at once.
     """
     device = head.device
     hidden_QE = block_hidden(drafter, head, batch, anchors)
     valid_AK = targets.valid_AK
     row_R = valid_AK.flatten().nonzero()[:, 0]
+    # The target's row that predicts a slot's token is that of the token before it.
+    before_R = anchors.index_A[row_R // drafter.config.block_size] + row_R % drafter.config.block_size - 1
     label_R = targets.labels_AK.flatten()[row_R].to(device)
     row_R, valid_AK, weight_AK = row_R.to(device), valid_AK.to(device), targets.weights_AK.to(device)
     rows = all_rows(head)
     if sampler is not None:
         rows, label_R = sampler.draw(head, label_R, position=batch.micro.position)
-    loss_R, correct_R = linear_cross_entropy(hidden_QE[row_R], rows, label_R, chunk_rows=chunk_rows)
+    hidden_RE = hidden_QE[row_R]
+    loss_R, correct_R = linear_cross_entropy(hidden_RE, rows, label_R, chunk_rows=chunk_rows)
     loss_AK = _by_slot(loss_R.detach(), row_R, valid_AK)
     if dpace_alpha is not None:
         weight_AK = weight_AK * dpace_weights(loss_AK, valid_AK, alpha=dpace_alpha)
+    if distillation is not None:
+        assert batch.last_TD is not None, "the target was not asked for its last block"
+        target_RE = head.normed(batch.last_TD[before_R.to(batch.last_TD.device)].to(device))
+        divergence_R, _ = linear_distillation(
+            hidden_RE, target_RE, all_rows(head), divergence=distillation.divergence, chunk_rows=chunk_rows
+        )
+        loss_R = (1 - distillation.weight) * loss_R + distillation.weight * divergence_R
     return LossOutput(
         loss_sum=(loss_R * weight_AK.flatten()[row_R]).sum(),
         weight_sum=targets.weight_sum,

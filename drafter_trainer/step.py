@@ -21,7 +21,7 @@ from drafter_trainer.ema import WeightAverage
 from drafter_trainer.feed import FedBatch, Feed
 from drafter_trainer.guard import bad_step_reason
 from drafter_trainer.head import TargetHead
-from drafter_trainer.loss import BlockTargets, LossOutput, build_block_targets, drafter_loss
+from drafter_trainer.loss import BlockTargets, Distillation, LossOutput, build_block_targets, drafter_loss
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import DrafterOptimizer
 from drafter_trainer.parallel import Ranks
@@ -49,6 +49,7 @@ class StepSettings:
     chunk_rows: int
     sampler: VocabSampler | None
     """Draws the head's rows in the softmax; None takes all."""
+    distillation: Distillation | None = None
     compute_dtype: torch.dtype
     """Type of products; weights are fp32."""
     device: torch.device
@@ -221,6 +222,7 @@ class StepEngine:
                 item.targets,
                 dpace_alpha=self._settings.dpace_alpha,
                 sampler=self._settings.sampler,
+                distillation=self._settings.distillation,
                 chunk_rows=self._settings.chunk_rows,
             )
         (output.loss_sum / max(weight_sum, torch.finfo(torch.float32).tiny)).backward()  # type: ignore[no-untyped-call]
@@ -283,4 +285,4 @@ def simulated_part(batch: TrainBatch) -> TrainBatch:
         input_ids_T=micro.input_ids_T[:tokens],
         loss_mask_T=torch.cat([mask_T & (mask_T.cumsum(0) <= SIMULATED_TOKENS) for mask_T in masks]),
     )
-    return dataclasses.replace(batch, micro=limited, features_TC=batch.features_TC[:tokens])
+    return dataclasses.replace(batch, micro=limited, features_TC=batch.features_TC[:tokens], last_TD=None)

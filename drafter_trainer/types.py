@@ -52,3 +52,5 @@ class TrainBatch:
     """The one version that all of these features come from."""
     replica_index: int
     """Which replica made them; for metrics and messages only."""
+    last_TD: Tensor | None = None
+    """Output of the target's last block, before its final norm, where distillation wants it."""

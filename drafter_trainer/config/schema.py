@@ -165,6 +165,11 @@ class LossSection(Section):
     """Decay over slots; by default the paper's for the block size (7 for 16, 5 for 10, 4 for 8)."""
     dpace_alpha: float = Field(default=0.5, ge=0, le=1)
     """Smoothing of D-PACE confidences."""
+    distill: Literal["kl", "tv", "lk"] | None = None
+    """Also compare with the target's own distribution: Kullback-Leibler, total variation, or their LK hybrid. Asks the
+    target for its last block's output too. None: labels only."""
+    distill_weight: float = Field(default=0.5, gt=0, le=1)
+    """With distill: its share of the loss; cross-entropy has the rest."""
     chunk_rows: int = Field(default=128, ge=1)
     """Supervised slots whose logits exist at one time; bounds memory to chunk_rows x vocabulary."""
     sampled_vocabulary: int | None = Field(default=None, ge=2)
@@ -308,6 +313,9 @@ class TrainerConfig(BaseSettings):
     def _check_rules_between_fields(self) -> TrainerConfig:
         if self.run.steps is not None and self.run.epochs is not None:
             raise UserError("run.epochs", self.run.epochs, "run.steps is set too; give one of them")
+        if self.loss.distill is not None and self.loss.sampled_vocabulary is not None:
+            fix = "loss.sampled_vocabulary is set too, and a divergence needs the whole head; give one of them"
+            raise UserError("loss.distill", self.loss.distill, fix)
         if self.data.max_length_tokens > self.batch.max_tokens:
             raise UserError(
                 "batch.max_tokens",

@@ -107,6 +107,12 @@ RECIPES = {
         "optim__ema_decay": 0.9,
         "run__recompute_layers": "true",
     },
+    "lk from the target's last block, which is one more tap": {"loss__distill": "lk", "loss__distill_weight": 1},
+    "kl from a last block that is tapped anyway, dpace": {
+        "drafter__target_layer_ids": "3,0",
+        "loss__distill": "kl",
+        "loss__type": "dpace",
+    },
 }
 
 
@@ -119,7 +125,7 @@ def test_every_recipe_learns_and_resumes_bit_equal(
     assert train(training_world, training_server.address, run_dir, **changes)
     unbroken = final_state(run_dir)
     losses = [loss for _, loss, *_ in unbroken["losses"]]
-    assert sum(losses[-2:]) / 2 < losses[0] - 0.05
+    assert sum(losses[-2:]) / 2 < 0.99 * losses[0]
     shutil.rmtree(run_dir / "checkpoints" / "step-8")  # as if killed after step 4
     assert train(training_world, training_server.address, run_dir, **changes)
     assert_same_run(run_dir, unbroken)

@@ -91,6 +91,10 @@ def test_config_is_frozen():
         (["--data.role_aliases", "me=boss"], "data.role_aliases.me: boss: should be 'system', "),
         (["--data.template_options", "{a"], "data.template_options: {a: should be key=value,key=value or JSON"),
         (["--run.steps", "5", "--run.epochs", "2"], "run.epochs: 2: run.steps is set too; give one of them"),
+        (
+            ["--loss.distill", "lk", "--loss.sampled_vocabulary", "9"],
+            "loss.distill: lk: loss.sampled_vocabulary is set",
+        ),
         (["--batch.max_tokens", "100"], "batch.max_tokens: 100: a sample may have 3072 tokens; give at least that"),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from target_wire.spec import DType
 
+from drafter_trainer.features import FeatureLayout
 from drafter_trainer.feed import Feed, FeedSettings
 from drafter_trainer.types import MicroBatch
 
@@ -76,7 +77,7 @@ def feed_of(source: Source, *, start: int = 0, stop: int = 20, rank: int = 0, nu
         rank=rank,
         num_ranks=num_ranks,
         wire_dtype=DType.FLOAT32,
-        feature_width=WIDTH,
+        layout=FeatureLayout((1,), WIDTH),
         device=torch.device("cpu"),
     )
     return Feed(Plan(), source, settings)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from drafter_trainer.head import TargetHead
+from drafter_trainer.head import TargetHead, final_norm_offset
+from tests.support.drafters import random_head
+from tests.support.tiny_targets import ARCHITECTURES, tiny_target
 
 SIZES = {
     "vocab_size": 61,
@@ -65,3 +68,33 @@ def test_missing_or_misshapen_tensors_are_refused() -> None:  # case 57
         TargetHead({"embed_tokens": torch.zeros(4, 2)}, tied=False)
     with pytest.raises(ValueError, match=r"\(5, 2\)"):
         TargetHead({"embed_tokens": torch.zeros(4, 2), "lm_head": torch.zeros(5, 2)}, tied=False)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_last_blocks_output_normed_here_gives_the_targets_own_logits(architecture: str) -> None:  # case 37
+    """The teacher of distillation. Gemma and Qwen3.5 store the norm's gain as a distance from 1."""
+    model = copy.deepcopy(tiny_target(architecture))
+    with torch.no_grad():
+        model.get_decoder().norm.weight.add_(torch.linspace(-0.3, 0.3, 64))
+        raw: list[torch.Tensor] = []
+        hook = (
+            model.get_decoder()
+            .layers[-1]
+            .register_forward_hook(
+                lambda _module, _inputs, output: raw.append(output[0] if isinstance(output, tuple) else output)
+            )
+        )
+        logits = model(torch.arange(3, 40)[None]).logits
+        hook.remove()
+        head = TargetHead.from_model(model)
+        ours = head.logits(head.normed(raw[0]))
+    torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_final_norm_of_an_unknown_target_is_not_guessed() -> None:
+    assert final_norm_offset("CohereForCausalLM") is None
+    assert final_norm_offset("Qwen3ForCausalLM") == 0.0
+    assert final_norm_offset("Qwen3_5ForConditionalGeneration") == 1.0
+    assert random_head().with_norm_offset(1.0).final_norm_offset == 1.0
+    with pytest.raises(ValueError, match="no weight"):
+        random_head().normed(torch.zeros(1, 24))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.head import TargetHead
-from drafter_trainer.loss import build_block_targets, dpace_weights, drafter_loss
+from drafter_trainer.loss import Distillation, block_hidden, build_block_targets, dpace_weights, drafter_loss
 from drafter_trainer.types import MicroBatch
 from drafter_trainer.vocabulary import VocabSampler
 from tests.support.dense_reference import dense_hidden, dense_loss
@@ -215,3 +216,32 @@ def test_head_facts_reach_the_loss() -> None:
         losses = torch.nn.functional.cross_entropy(logits, targets.labels_AK.flatten(), reduction="none")
         expected = (losses * targets.weights_AK.flatten()).sum().item()
         assert output.loss_sum.item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_distillation_compares_each_slot_with_the_targets_row_before_it(weight: float) -> None:  # cases 37, 38
+    """KL over the whole vocabulary by definition, mixed with cross-entropy; weights and rows are the plain loss's."""
+    config = tiny_config()
+    drafter, micro = random_drafter(config), random_micro((13, 9))
+    head = TargetHead(
+        {"embed_tokens": random_head().embed_tokens_VD, "final_norm": torch.rand(config.hidden_size) + 0.5}, tied=True
+    )
+    batch = dataclasses.replace(random_batch(micro, config), last_TD=torch.randn(22, config.hidden_size) * 3)
+    anchors = draw_anchors(micro, num_anchors=4, seed=0)
+    targets = build_block_targets(micro, anchors, block_size=config.block_size, gamma=4.0)
+    output = drafter_loss(drafter, head, batch, anchors, targets, distillation=Distillation("kl", weight))
+    plain = drafter_loss(drafter, head, batch, anchors, targets)
+    hidden_AKE = block_hidden(drafter, head, batch, anchors).unflatten(0, (-1, config.block_size))
+    assert batch.last_TD is not None
+    total = torch.zeros(())
+    for a, k in targets.valid_AK.nonzero().tolist():
+        teacher = head.logits(head.normed(batch.last_TD[anchors.index_A[a] + k - 1])).log_softmax(-1)
+        student = head.logits(hidden_AKE[a, k]).log_softmax(-1)
+        total = total + targets.weights_AK[a, k] * (teacher.exp() * (teacher - student)).sum()
+    expected = weight * total + (1 - weight) * plain.loss_sum
+    torch.testing.assert_close(output.loss_sum, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(output.cross_entropy_AK, plain.cross_entropy_AK)
+    parameters = list(drafter.parameters())
+    ours, theirs = torch.autograd.grad(output.loss_sum, parameters), torch.autograd.grad(expected, parameters)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
