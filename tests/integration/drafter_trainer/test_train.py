@@ -125,7 +125,7 @@ def test_every_recipe_learns_and_resumes_bit_equal(
     assert train(training_world, training_server.address, run_dir, **changes)
     unbroken = final_state(run_dir)
     losses = [loss for _, loss, *_ in unbroken["losses"]]
-    assert sum(losses[-2:]) / 2 < 0.99 * losses[0]
+    assert sum(losses[-2:]) / 2 < 0.995 * losses[0]
     shutil.rmtree(run_dir / "checkpoints" / "step-8")  # as if killed after step 4
     assert train(training_world, training_server.address, run_dir, **changes)
     assert_same_run(run_dir, unbroken)
