@@ -32,7 +32,8 @@ from target_server.buffers import HostSlot, SlotPool
 from target_server.config import ServerConfig
 from target_server.metrics import ReplicaMetrics
 from target_server.scheduler import CaptureJob, Scheduler
-from target_server.servicer import ReplicaServicer, build_handler
+from target_server.servicer import Head, ReplicaServicer, build_handler
+from target_server.versions import Version
 
 __all__ = ["DIGEST", "LAYER_COUNT", "SimulatedDevice", "SimulatedServer"]
 
@@ -118,6 +119,7 @@ class SimulatedDevice:
         now_s = self._loop.time()
         job.batch.times.began = time.monotonic()
         job.batch.times.forward = self._forward_s
+        job.batch.version = Version(1, DIGEST)
         self._free_s = max(now_s, self._free_s) + self._forward_s
         self._loop.call_at(self._free_s, self._done, job)
 
@@ -126,13 +128,10 @@ class SimulatedDevice:
         self.scheduler.captured(job, finite=True)
 
 
-class _NoHead:
+class _NoHeads:
     """Nobody asks a simulation for its head."""
 
-    def describe(self, version: target_pb2.TargetVersion) -> target_pb2.HeadDescription:
-        raise NotImplementedError
-
-    def read(self, tensor_index: int, offset_bytes: int, size_bytes: int) -> memoryview:
+    def open(self, wanted: target_pb2.TargetVersion) -> Head:
         raise NotImplementedError
 
 
@@ -170,7 +169,7 @@ def _servicer(simulated: SimulatedServer, index: int) -> ReplicaServicer:
     return ReplicaServicer(
         served=simulated.served,
         scheduler=scheduler,
-        head=_NoHead(),
+        heads=_NoHeads(),
         config=ServerConfig(
             limits={"max_session_count": simulated.sessions, "max_outstanding_request_count": 1024},  # type: ignore[arg-type]
             buffers={"host_slot_count": max(simulated.slots, simulated.sessions + 1)},  # type: ignore[arg-type]

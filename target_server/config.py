@@ -34,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "ReplicaConfig",
     "ServerConfig",
+    "SwapConfig",
     "add_config_flags",
     "load_config",
     "resolved_lines",
@@ -141,6 +142,28 @@ class DeadlinesConfig(_Section):
     """Failures to start in a row after which a replica is given up."""
 
 
+class SwapConfig(_Section):
+    """How the served weights may be replaced while the server runs."""
+
+    checkpoint_root: Path | None = None
+    """Checkpoints are taken from below this directory only; not given: the one that model.path lies in."""
+    state_file: Path | None = None
+    """Remembers the version served across restarts; not given: a hidden file in the checkpoint root, named after
+    model.path and written by the first swap. Each server needs its own."""
+    prepare_timeout_s: float = Field(default=3600.0, gt=0)
+    """For every replica to have read the new weights."""
+    commit_timeout_s: float = Field(default=300.0, gt=0)
+    """For each step of taking them; a replica that overruns it is restarted."""
+    watch_dir: Path | None = None
+    """Directory whose new complete checkpoints are served by themselves; not given: none is watched."""
+    watch_poll_s: float = Field(default=2.0, gt=0)
+    """Between two looks at it."""
+    watch_settle_s: float = Field(default=5.0, ge=0)
+    """A checkpoint there counts as complete when its files have not changed for this long."""
+    watch_marker: str = Field(default="", pattern=r"^[^/]*$")
+    """Name of a file that says that the checkpoint beside it is complete; empty: watch_settle_s decides alone."""
+
+
 class ServerConfig(BaseSettings):
     """All settings of `target-server serve`."""
 
@@ -162,6 +185,8 @@ class ServerConfig(BaseSettings):
     """What can be watched."""
     hardware: HardwareConfig = HardwareConfig()
     """What the memory plan is held against."""
+    swap: SwapConfig = SwapConfig()
+    """How the served weights may be replaced while the server runs."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long each wait may last."""
 

@@ -5,6 +5,7 @@ The tree::
     ServerError
       UserError            a mistake in what the user gave: one line on stderr, exit code 2
       ReplicaStartError    no replica came up, for a reason that is not the user's
+      SwapFailedError      a server could not do the swap that it was asked for; one line, exit code 1
       ReplicaFatalError    the replica's device or thread can't be trusted any more: the process ends and is restarted
         DeadlineError      a wait inside the replica ran out of time
         CopyAuditError     a host slot does not hold what the device packed
@@ -33,6 +34,7 @@ __all__ = [
     "ReplicaFatalError",
     "ReplicaStartError",
     "ServerError",
+    "SwapFailedError",
     "UserError",
     "abort_with",
     "maps_errors",
@@ -64,6 +66,10 @@ class UserError(ServerError):
 
 class ReplicaStartError(ServerError):
     """Every replica was given up; the replicas' own output says why."""
+
+
+class SwapFailedError(ServerError):
+    """A server that was asked for a swap failed, for a reason that is not the caller's."""
 
 
 class ReplicaFatalError(ServerError):

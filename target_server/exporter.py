@@ -32,6 +32,8 @@ _GAUGES = (
     ("running_requests", "running_count", "Requests whose forward or copy runs."),
     ("free_slots", "free_slot_count", "Host slots that hold nothing."),
     ("slots", "slot_count", "Host slots."),
+    ("lagging_sessions", "lagging_session_count", "Sessions whose latest batch is of an earlier version."),
+    ("swap_pause_seconds", "swap_pause_seconds", "Time of the last swap in which no batch was made."),
 )
 
 
@@ -45,10 +47,12 @@ class _ReplicaCollector(Collector):
         """Yields every metric of every replica."""
         up = GaugeMetricFamily(f"{_PREFIX}_up", "1 while the replica serves.", labels=["replica"])
         restarts = CounterMetricFamily(f"{_PREFIX}_restarts", "Restarts of the process.", labels=["replica"])
+        version = GaugeMetricFamily(f"{_PREFIX}_version", "Version served; 0 while none is.", labels=["replica"])
         for replica in self._replicas:
+            version.add_metric([str(replica.index)], replica.version_number)
             up.add_metric([str(replica.index)], replica.state == target_pb2.REPLICA_STATE_SERVING)
             restarts.add_metric([str(replica.index)], replica.restart_count)
-        yield from (up, restarts)
+        yield from (up, restarts, version)
         serving = [(str(replica.index), replica.stats) for replica in self._replicas if replica.stats is not None]
         for name, attribute, text in _COUNTERS:
             yield _filled(CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=["replica"]), serving, attribute)

@@ -29,7 +29,10 @@ from target_server.config import ServerConfig
 from target_server.errors import UserError, maps_errors
 from target_server.exporter import exporting
 from target_server.memory_plan import build_plan
+from target_server.state import VersionStore, check_swap_directories
 from target_server.supervisor import ReplicaStatus, Supervisor
+from target_server.swap import SwapCoordinator
+from target_server.watching import watch_checkpoints
 
 __all__ = ["check_start", "serve"]
 
@@ -44,8 +47,12 @@ _EXIT_FORCED = 1
 class FrontServicer(target_pb2_grpc.TargetFrontServiceServicer):
     """The front's RPCs."""
 
-    def __init__(self, supervisor: Supervisor, advertise_host: str) -> None:
+    def __init__(
+        self, supervisor: Supervisor, store: VersionStore, coordinator: SwapCoordinator, advertise_host: str
+    ) -> None:
         self._supervisor = supervisor
+        self._store = store
+        self._coordinator = coordinator
         self._advertise_host = advertise_host
 
     @maps_errors
@@ -58,15 +65,16 @@ class FrontServicer(target_pb2_grpc.TargetFrontServiceServicer):
         response = target_pb2.DescribeTargetResponse()
         response.CopyFrom(self._supervisor.description)
         response.replicas.extend(self._describe(replica) for replica in self._supervisor.replicas)
+        response.earlier_versions.extend(record.version.to_message() for record in self._store.earlier)
         return response
 
     @maps_errors
     async def SwapTarget(  # type: ignore[override]
-        self, request: target_pb2.SwapTargetRequest, _context: grpc.aio.ServicerContext[Any, Any]
+        self, request: target_pb2.SwapTargetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Refuses: this server serves the checkpoint that it was started with."""
-        detail = f"checkpoint {request.checkpoint}: this server can't swap; restart it with --model.path"
-        raise WireError(Code.UNIMPLEMENTED, Reason.SWAP_REFUSED, detail)
+        """Runs or joins a swap and tells its progress."""
+        async for message in self._coordinator.swap(request):
+            await context.write(message)
 
     def _describe(self, replica: ReplicaStatus) -> target_pb2.Replica:
         return target_pb2.Replica(
@@ -84,8 +92,9 @@ def check_start(config: ServerConfig) -> None:
     """Refuses what can't be served, before anything is loaded.
 
     Raises:
-        UserError: the checkpoint's files, memory or a port.
+        UserError: the checkpoint's files, memory, a port, or a directory that swaps need.
     """
+    check_swap_directories(config)
     build_plan(config).check(config)
     if not config.replica.port_base:
         return
@@ -105,19 +114,25 @@ async def serve(config: ServerConfig, *, port_file: Path | None) -> int:
         ReplicaStartError: no replica came up.
     """
     check_start(config)
+    store = VersionStore(config)
     changed = asyncio.Event()
-    supervisor = Supervisor(config, changed.set)
+    supervisor = Supervisor(config, store, changed.set)
+    coordinator = SwapCoordinator(config, supervisor, store)
+    servicer = FrontServicer(supervisor, store, coordinator, config.replica.advertise_host)
     status = health.aio.HealthServicer()
     with exporting(config.metrics.listen, supervisor.replicas) as metrics_port:
-        server, port = await _start_server(config, supervisor, status)
+        server, port = await _start_server(config, servicer, status)
         if metrics_port:
             _log.info("metrics on port %d", metrics_port)
         announcing = asyncio.create_task(_announce(config, supervisor, status, changed, port, port_file))
+        watching = asyncio.create_task(watch_checkpoints(config, supervisor, store, coordinator))
         try:
             await _run_until_signal(supervisor, status, announcing)
         finally:
-            announcing.cancel()
-            await asyncio.gather(announcing, return_exceptions=True)
+            for task in (announcing, watching):
+                task.cancel()
+            await asyncio.gather(announcing, watching, return_exceptions=True)
+            await coordinator.close()
             await server.stop(_STOP_GRACE_S)
     return 0
 
@@ -147,13 +162,12 @@ async def _run_until_signal(
 
 
 async def _start_server(
-    config: ServerConfig, supervisor: Supervisor, status: health.aio.HealthServicer
+    config: ServerConfig, servicer: FrontServicer, status: health.aio.HealthServicer
 ) -> tuple[grpc.aio.Server, int]:
     # gRPC's own bind error names no reason; a plain socket's does.
     with _bound(config.host, config.port, field="listen"):
         pass
     server = grpc.aio.server(options=server_options())
-    servicer = FrontServicer(supervisor, config.replica.advertise_host)
     target_pb2_grpc.add_TargetFrontServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     for name in ("", SERVICE_NAME):

@@ -18,14 +18,14 @@ from target_wire.codec import dtype_from_torch
 from target_wire.spec import DType
 from target_wire.v1 import target_pb2
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from target_server.config import ModelConfig
 from target_server.errors import UserError
 from target_server.versions import tokenizer_digest
 
-__all__ = ["LoadedTarget", "load_target"]
+__all__ = ["LoadedTarget", "load_target", "read_config"]
 
 _FIELD = "model.path"
 
@@ -77,6 +77,23 @@ def load_target(settings: ModelConfig, devices: list[str]) -> LoadedTarget:
         output_device=next(layers[-1].parameters()).device,
         description=_describe(model, len(layers), dtype, path),
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns a checkpoint's config under the names of this transformers release, whichever one wrote it.
+
+    Raises:
+        UserError: transformers does not understand it.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        config: dict[str, Any] = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        ).to_dict()
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(_FIELD, path, f"transformers can't read its config.json: {reason}") from error
+    return config
 
 
 def _build_model(path: Path, settings: ModelConfig, devices: list[str]) -> Any:

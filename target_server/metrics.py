@@ -63,6 +63,10 @@ class ReplicaMetrics:
         stats.copy_seconds += times.copy
         stats.send_seconds += time.monotonic() - times.sending
 
+    def swapped(self, pause_s: float) -> None:
+        """Notes for how long no batch was made during a swap."""
+        self._stats.swap_pause_seconds = pause_s
+
     def failed(self) -> None:
         """Counts a request that was answered by batch_failed and not withdrawn."""
         self._stats.failed_count += 1
@@ -76,4 +80,5 @@ class ReplicaMetrics:
         stats.running_count = counts["in_flight"]
         stats.free_slot_count = counts["slots_free"]
         stats.slot_count = sum(count for name, count in counts.items() if name.startswith("slots_"))
+        stats.lagging_session_count = counts["lagging"]
         return stats

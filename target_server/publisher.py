@@ -26,9 +26,11 @@ def build_header(batch: Batch, served: ServedTarget, *, replica_index: int, fram
     taps = batch.session.terms.taps
     spec = TensorSpec(HIDDEN_STATES, served.dtype, (batch.token_count, len(taps), served.hidden_size))
     assert spec.nbytes == batch.payload_bytes, (spec, batch.payload_bytes)
+    assert batch.version is not None
     return target_pb2.BatchHeader(
         request_id=batch.request_id,
-        version=target_pb2.TargetVersion(number=served.version_number, digest=served.version_digest),
+        # Not the one served now: a swap may have come between this batch and its sending.
+        version=batch.version.to_message(),
         tensor=spec_to_message(spec),
         payload_bytes=batch.payload_bytes,
         frame_count=frame_count,
@@ -49,7 +51,7 @@ async def publish(
 
     Args:
         batch: in stage SENDING.
-        served: the version that made it.
+        served: the target's shape and type.
         write: hands one message to the transport and returns when that has taken it.
         replica_index: which replica this is.
         frame_bytes: aim for the size of a frame's body.

@@ -17,7 +17,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from target_server.loading import LoadedTarget
 from target_server.packing import plan_parts
 from target_server.scheduler import CaptureJob
 from target_server.streams import Streams
+from target_server.versions import Version
 
 __all__ = ["Replica", "allocate_slots", "slot_payload_bytes"]
 
@@ -72,6 +74,22 @@ class _Run:
     issued: Issued | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Something else that the replica's thread is to do between two batches."""
+
+    action: Callable[[], object]
+    future: Future[None] = field(default_factory=Future)
+
+    def run(self) -> None:
+        try:
+            self.action()
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+
 class Replica:
     """The replica's thread and its copier."""
 
@@ -80,6 +98,7 @@ class Replica:
         target: LoadedTarget,
         streams: Streams,
         config: ServerConfig,
+        version: Version,
         *,
         on_captured: Callable[[CaptureJob, bool], None],
         on_failed: Callable[[CaptureJob, WireError], None],
@@ -91,11 +110,13 @@ class Replica:
             target: the model.
             streams: its device's.
             config: buffers, limits and deadlines.
+            version: the one that the model holds.
             on_captured: a job's slot holds its rows; with whether they are finite. Called on the copier's thread.
             on_failed: a job failed and its slot is not written any more. Called on the replica's thread.
             on_fatal: the replica can't go on; nothing more will be called. Called on either thread.
         """
         self._target = target
+        self._version = version
         self._dtype = dtype_to_torch(target.dtype)
         self._max_padded = config.limits.max_padded_token_count or 2 * config.limits.max_batch_token_count
         self._overlap = config.buffers.copy_overlap
@@ -111,7 +132,7 @@ class Replica:
         )
         self._audit = AuditPolicy(config.buffers.copy_audit)
         self._copier: Copier[_Run] = Copier(self._copied, on_fatal, timeout_s=self._forward_timeout_s)
-        self._jobs: queue.SimpleQueue[CaptureJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CaptureJob | _Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
     def start(self) -> None:
@@ -123,6 +144,19 @@ class Replica:
         """Queues a job; any thread, never blocks."""
         self._jobs.put(job)
 
+    def call(self, action: Callable[[], object]) -> Future[None]:
+        """Runs an action on the replica's thread, after the batches submitted so far; any thread, never blocks.
+
+        What the action raises is the future's: it does not end the replica.
+        """
+        call = _Call(action)
+        self._jobs.put(call)
+        return call.future
+
+    def set_version(self, version: Version) -> None:
+        """Says which version the model holds from now on; on the replica's thread (`call`)."""
+        self._version = version
+
     def stop(self, timeout_s: float) -> bool:
         """Ends both threads after the jobs submitted so far; returns whether they ended in time."""
         self._jobs.put(None)
@@ -131,6 +165,9 @@ class Replica:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if isinstance(job, _Call):
+                job.run()
+                continue
             try:
                 self._capture(job)
             except (ReplicaFatalError, torch.AcceleratorError) as error:
@@ -148,6 +185,7 @@ class Replica:
 
     def _capture(self, job: CaptureJob) -> None:
         job.batch.times.began = time.monotonic()
+        job.batch.version = self._version
         run = _Run(job, self._audit.takes_next())
         region = job.slot.memory[: _status_offset(job.batch.payload_bytes) + _STATUS_BYTES]
         run.issued = self._pipeline.run(lambda packed: self._fill(run, packed), region)

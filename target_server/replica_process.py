@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from target_wire.channel import tune_malloc
 
-from target_server.control import MAX_LINE_BYTES, Event, Start, encode_line
+from target_server.control import MAX_LINE_BYTES, Event, Start, SwapCommand, encode_line
 
 __all__ = ["ControlPipe", "main"]
 
@@ -33,6 +33,7 @@ class ControlPipe:
         os.dup2(2, 1)
         self._buffer = b""
         self._on_drain: Callable[[], object] = lambda: os._exit(0)
+        self._on_swap: Callable[[SwapCommand], object] = lambda _command: None
 
     def read_start(self) -> Start:
         """Blocks for the first line."""
@@ -49,6 +50,10 @@ class ControlPipe:
         """Sets what a drain command does; before this is called it ends the process, which holds nothing yet."""
         self._on_drain = action
 
+    def on_swap(self, action: Callable[[SwapCommand], object]) -> None:
+        """Sets what swap commands do; none is sent before this replica has said that it serves."""
+        self._on_swap = action
+
     def send(self, event: Event) -> None:
         """Reports to the front; never blocks the event loop. A front that reads nothing misses reports."""
         with contextlib.suppress(BlockingIOError):
@@ -56,8 +61,11 @@ class ControlPipe:
 
     def _watch(self) -> None:
         while (line := self._read_line()) is not None:
-            if json.loads(line).get("command") == "drain":
+            message = json.loads(line)
+            if message["command"] == "drain":
                 self._on_drain()
+            else:
+                self._on_swap(SwapCommand(**message))
         os._exit(EXIT_ORPHANED)
 
     def _read_line(self) -> bytes | None:

@@ -29,18 +29,20 @@ from target_wire.v1 import target_pb2
 
 from target_server.buffers import SlotPool
 from target_server.config import ServerConfig
-from target_server.control import Event, Start
+from target_server.control import Event, Start, SwapCommand
 from target_server.errors import DeadlineError, UserError
-from target_server.head import HeadSource
+from target_server.head import HeadStore
 from target_server.loading import LoadedTarget, load_target
 from target_server.metrics import ReplicaMetrics
 from target_server.replica import Replica, allocate_slots, slot_payload_bytes
+from target_server.replica_swap import ReplicaSwap, SwapParts
 from target_server.scheduler import CaptureJob, Scheduler
 from target_server.servicer import SERVICE_NAME, ReplicaServicer, build_handler
 from target_server.streams import build_streams
-from target_server.versions import weights_digest
+from target_server.versions import VersionRecord, files_mark, weights_digest
+from target_server.weights import WeightMap, map_weights
 
-__all__ = ["Pipe", "run_replica", "serve_replica"]
+__all__ = ["LoadedVersion", "Pipe", "run_replica", "serve_replica"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +58,24 @@ class Pipe(Protocol):
 
     def on_drain(self, action: Callable[[], object]) -> None:
         """Sets what a drain command does; the action is called on the pipe's thread."""
+
+    def on_swap(self, action: Callable[[SwapCommand], object]) -> None:
+        """Sets what swap commands do; the action is called on the pipe's thread."""
+
+
+@dataclass(frozen=True)
+class LoadedVersion:
+    """What a replica has loaded.
+
+    Attributes:
+        target: the model.
+        weights: how its tensors are stored.
+        record: which version that is.
+    """
+
+    target: LoadedTarget
+    weights: WeightMap
+    record: VersionRecord
 
 
 @dataclass
@@ -74,8 +94,8 @@ class _Ending:
 def run_replica(start: Start, pipe: Pipe) -> int:
     """Runs a replica to its end; returns the process's exit code."""
     try:
-        config, target, digest = _load(start)
-        fault = uvloop.run(serve_replica(start, config, target, digest, pipe))
+        config, loaded = _load(start)
+        fault = uvloop.run(serve_replica(start, config, loaded, pipe))
     except Exception as error:
         pipe.send(_failure(error))
         return 1
@@ -86,15 +106,21 @@ def run_replica(start: Start, pipe: Pipe) -> int:
     os._exit(1)
 
 
-def _load(start: Start) -> tuple[ServerConfig, LoadedTarget, str]:
+def _load(start: Start) -> tuple[ServerConfig, LoadedVersion]:
     """Loads the model; the digest of its weights is computed beside it."""
     config = ServerConfig(**start.config)
-    assert config.model.path is not None
+    wanted = VersionRecord.from_json(start.version)
+    path = wanted.checkpoint
+    mark = files_mark(path)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest") as pool:
-        digest = pool.submit(weights_digest, config.model.path)
+        digesting = pool.submit(weights_digest, path)
         torch.set_num_threads(start.num_threads)
-        target = load_target(config.model, start.devices)
-        return config, target, digest.result()
+        target = load_target(config.model.model_copy(update={"path": path}), start.devices)
+        weights = map_weights(target, path)
+        digest = digesting.result()
+    # Files that were replaced since the front wrote down their digest are another version.
+    number = wanted.number + (wanted.digest not in ("", digest))
+    return config, LoadedVersion(target, weights, VersionRecord(number, digest, path, mark))
 
 
 def _failure(error: Exception) -> Event:
@@ -108,26 +134,31 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
-async def serve_replica(
-    start: Start, config: ServerConfig, target: LoadedTarget, digest: str, pipe: Pipe
-) -> Exception | None:
+async def serve_replica(start: Start, config: ServerConfig, loaded: LoadedVersion, pipe: Pipe) -> Exception | None:
     """Serves until told to drain, or until the replica can't go on.
 
     Returns:
         None after a drain, else what went wrong; then its threads may still hang.
     """
     ending = _Ending()
-    replica, scheduler = _build_replica(target, config, ending)
+    replica, scheduler = _build_replica(loaded, config, ending)
     metrics = ReplicaMetrics()
-    servicer = _build_servicer(start, config, target, digest, scheduler, metrics)
+    earlier = [VersionRecord.from_json(record) for record in start.earlier]
+    heads = HeadStore(loaded.target, loaded.weights, loaded.record, earlier)
+    servicer = _build_servicer(start, config, loaded, scheduler, metrics, heads)
+    parts = SwapParts(config, loaded.target, loaded.weights, replica, scheduler, heads, servicer, metrics)
+    swap = ReplicaSwap(parts, loaded.record, earlier, send=pipe.send, on_fatal=ending.fail)
     server, port = await _start_server(start, servicer)
     loop = asyncio.get_running_loop()
     pipe.on_drain(lambda: loop.call_soon_threadsafe(ending.event.set))
+    pipe.on_swap(lambda command: loop.call_soon_threadsafe(swap.obey, command))
     replica.start()
-    pipe.send(Event("ready", port=port, description=_description(config, target, start.version_number, digest)))
-    reporting = asyncio.create_task(_report(config, scheduler, metrics, pipe, ending))
+    description = _description(config, loaded)
+    pipe.send(Event("ready", port=port, description=description, version=loaded.record.to_json()))
+    reporting = asyncio.create_task(_report(config, scheduler, metrics, pipe, ending, swap))
     await ending.event.wait()
     reporting.cancel()
+    await swap.close()
     if ending.error is None:
         await _drain(config, servicer, scheduler, server)
         await asyncio.to_thread(replica.stop, config.deadlines.drain_timeout_s)
@@ -138,7 +169,7 @@ async def serve_replica(
     return ending.error
 
 
-def _build_replica(target: LoadedTarget, config: ServerConfig, ending: _Ending) -> tuple[Replica, Scheduler]:
+def _build_replica(loaded: LoadedVersion, config: ServerConfig, ending: _Ending) -> tuple[Replica, Scheduler]:
     """Allocates every buffer and wires the threads' callbacks to the loop."""
     loop = asyncio.get_running_loop()
 
@@ -151,8 +182,10 @@ def _build_replica(target: LoadedTarget, config: ServerConfig, ending: _Ending) 
     def fatal(error: Exception) -> None:
         loop.call_soon_threadsafe(ending.fail, error)
 
+    target = loaded.target
     streams = build_streams(target.output_device)
-    replica = Replica(target, streams, config, on_captured=captured, on_failed=failed, on_fatal=fatal)
+    version = loaded.record.version
+    replica = Replica(target, streams, config, version, on_captured=captured, on_failed=failed, on_fatal=fatal)
     slots = allocate_slots(
         streams, count=config.buffers.host_slot_count, payload_bytes=slot_payload_bytes(target, config)
     )
@@ -162,22 +195,28 @@ def _build_replica(target: LoadedTarget, config: ServerConfig, ending: _Ending) 
 
 
 def _build_servicer(
-    start: Start, config: ServerConfig, target: LoadedTarget, digest: str, scheduler: Scheduler, metrics: ReplicaMetrics
+    start: Start,
+    config: ServerConfig,
+    loaded: LoadedVersion,
+    scheduler: Scheduler,
+    metrics: ReplicaMetrics,
+    heads: HeadStore,
 ) -> ReplicaServicer:
+    target = loaded.target
     served = ServedTarget(
         layer_count=target.description.layer_count,
         hidden_size=target.description.hidden_size,
         vocab_size=target.description.vocab_size,
         dtype=target.dtype,
-        version_number=start.version_number,
-        version_digest=digest,
+        version_number=loaded.record.number,
+        version_digest=loaded.record.digest,
         max_batch_token_count=config.limits.max_batch_token_count,
         max_sequence_token_count=_max_sequence(config, target),
     )
     return ReplicaServicer(
         served=served,
         scheduler=scheduler,
-        head=HeadSource(target),
+        heads=heads,
         config=config,
         metrics=metrics,
         replica_index=start.index,
@@ -185,7 +224,12 @@ def _build_servicer(
 
 
 async def _report(
-    config: ServerConfig, scheduler: Scheduler, metrics: ReplicaMetrics, pipe: Pipe, ending: _Ending
+    config: ServerConfig,
+    scheduler: Scheduler,
+    metrics: ReplicaMetrics,
+    pipe: Pipe,
+    ending: _Ending,
+    swap: ReplicaSwap,
 ) -> None:
     """Reports once a second, which is also the replica's heartbeat; and ends a replica whose thread hangs."""
     while True:
@@ -193,7 +237,8 @@ async def _report(
         running_s = scheduler.longest_running_s()
         if running_s > config.deadlines.forward_timeout_s:
             ending.fail(DeadlineError(f"a forward has run for {running_s:.0f} s (deadlines.forward_timeout_s)"))
-        stats = metrics.snapshot(scheduler.snapshot())
+        lagging = scheduler.lagging_session_count(swap.current.version)
+        stats = metrics.snapshot({**scheduler.snapshot(), "lagging": lagging})
         pipe.send(Event("stats", stats=json_format.MessageToDict(stats)))
 
 
@@ -206,11 +251,12 @@ def _max_sequence(config: ServerConfig, target: LoadedTarget) -> int:
     return min(bound for bound in bounds if bound)
 
 
-def _description(config: ServerConfig, target: LoadedTarget, version_number: int, digest: str) -> dict[str, Any]:
+def _description(config: ServerConfig, loaded: LoadedVersion) -> dict[str, Any]:
+    target = loaded.target
     description = target_pb2.DescribeTargetResponse(
         protocol_version=PROTOCOL_VERSION,
         model=target.description,
-        version=target_pb2.TargetVersion(number=version_number, digest=digest),
+        version=loaded.record.version.to_message(),
         max_batch_token_count=config.limits.max_batch_token_count,
         max_sequence_token_count=_max_sequence(config, target),
     )

@@ -19,6 +19,7 @@ from target_wire.errors import Code, Reason, WireError
 
 from target_server.buffers import HostSlot, SlotPool
 from target_server.session import Batch, Session
+from target_server.versions import Version
 
 __all__ = ["CaptureJob", "Scheduler"]
 
@@ -68,6 +69,7 @@ class Scheduler:
         self._entries: dict[int, _Entry] = {}
         self._in_flight: set[CaptureJob] = set()
         self._virtual_tokens = 0
+        self._paused = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -103,7 +105,7 @@ class Scheduler:
 
     def wake(self) -> None:
         """Starts every batch that can start now. Cheap; called whenever anything has changed."""
-        while len(self._in_flight) < self._depth:
+        while not self._paused and len(self._in_flight) < self._depth:
             entry = self._pick()
             if entry is None:
                 return
@@ -130,6 +132,19 @@ class Scheduler:
         """Takes a slot back from the publisher."""
         self._pool.release(slot)
         self.wake()
+
+    def pause(self) -> None:
+        """Starts no batch any more until `resume`; `wait_idle` returns when those that run have ended."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._paused = False
+        self.wake()
+
+    def lagging_session_count(self, version: Version) -> int:
+        """Returns how many sessions were last sent a batch of another version."""
+        return sum(entry.session.lags_behind(version) for entry in self._entries.values())
 
     def refuse_new(self, error: WireError, *, at_once: bool) -> None:
         """Ends every session with this error, at once or when what runs for it was sent."""

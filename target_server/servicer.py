@@ -8,6 +8,7 @@ has already framed, so the service is registered by a generic handler instead of
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import Awaitable
@@ -27,8 +28,9 @@ from target_server.metrics import ReplicaMetrics
 from target_server.publisher import build_header, publish
 from target_server.scheduler import Scheduler
 from target_server.session import Batch, Session
+from target_server.versions import Version
 
-__all__ = ["HeadReader", "ReplicaServicer", "build_handler"]
+__all__ = ["Head", "Heads", "ReplicaServicer", "build_handler"]
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetReplicaService"].full_name
 
@@ -41,10 +43,16 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _T = TypeVar("_T")
 
 
-class HeadReader(Protocol):
-    """What the servicer needs of `head.HeadSource`; `read` blocks."""
+class Heads(Protocol):
+    """What the servicer needs of `head.HeadStore`; it blocks."""
 
-    def describe(self, version: target_pb2.TargetVersion) -> target_pb2.HeadDescription: ...  # noqa: D102
+    def open(self, wanted: target_pb2.TargetVersion) -> Head: ...  # noqa: D102
+
+
+class Head(Protocol):
+    """What the servicer needs of `head.HeadOfVersion`; `read` blocks."""
+
+    def describe(self) -> target_pb2.HeadDescription: ...  # noqa: D102
 
     def read(self, tensor_index: int, offset_bytes: int, size_bytes: int) -> memoryview: ...  # noqa: D102
 
@@ -57,7 +65,7 @@ class ReplicaServicer:
         *,
         served: ServedTarget,
         scheduler: Scheduler,
-        head: HeadReader,
+        heads: Heads,
         config: ServerConfig,
         metrics: ReplicaMetrics,
         replica_index: int,
@@ -65,7 +73,7 @@ class ReplicaServicer:
         self._metrics = metrics
         self._served = served
         self._scheduler = scheduler
-        self._head = head
+        self._heads = heads
         self._config = config
         self._replica_index = replica_index
         self._session_keys = itertools.count(1)
@@ -80,6 +88,10 @@ class ReplicaServicer:
         """
         self._refusal = error
         self._scheduler.refuse_new(error, at_once=at_once)
+
+    def serve_version(self, version: Version) -> None:
+        """Tells later sessions and callers that this version is served now; batches say their own."""
+        self._served = dataclasses.replace(self._served, version_number=version.number, version_digest=version.digest)
 
     @maps_errors
     async def stream_hidden_states(self, _requests: object, context: _Context) -> None:
@@ -121,12 +133,12 @@ class ReplicaServicer:
     async def fetch_head(self, request: target_pb2.FetchHeadRequest, context: _Context) -> None:
         """FetchHead."""
         self._check_taking()
-        version = self._checked_version(request.version)
-        head = self._head.describe(version)
-        await context.write(target_pb2.FetchHeadResponse(head=head))
-        for index in range(len(head.tensors)):
+        head = await asyncio.to_thread(self._heads.open, request.version)
+        description = head.describe()
+        await context.write(target_pb2.FetchHeadResponse(head=description))
+        for index in range(len(description.tensors)):
             offset = 0
-            while piece := await asyncio.to_thread(self._head.read, index, offset, _HEAD_FRAME_BYTES):
+            while piece := await asyncio.to_thread(head.read, index, offset, _HEAD_FRAME_BYTES):
                 frame = target_pb2.HeadFrame(
                     tensor_index=index, offset_bytes=offset, crc32c=crc32c(piece), body=bytes(piece)
                 )
@@ -270,16 +282,6 @@ class ReplicaServicer:
 
     def _version(self) -> target_pb2.TargetVersion:
         return target_pb2.TargetVersion(number=self._served.version_number, digest=self._served.version_digest)
-
-    def _checked_version(self, wanted: target_pb2.TargetVersion) -> target_pb2.TargetVersion:
-        current = self._version()
-        if wanted.number not in (0, current.number) or wanted.digest not in ("", current.digest):
-            raise WireError(
-                Code.FAILED_PRECONDITION,
-                Reason.VERSION_MISMATCH,
-                f"version {wanted.number}/{wanted.digest or 'any'}: served is {current.number}/{current.digest}",
-            )
-        return current
 
 
 def build_handler(servicer: ReplicaServicer) -> grpc.GenericRpcHandler:

@@ -29,6 +29,7 @@ from target_wire.v1 import target_pb2
 
 from target_server.buffers import HostSlot
 from target_server.metrics import BatchTimes
+from target_server.versions import Version
 
 __all__ = ["Batch", "BatchStage", "Outgoing", "Session"]
 
@@ -57,6 +58,7 @@ class Batch:
         cancelled: the client has withdrawn it.
         slot: where its rows are, from READY on.
         finite: whether no row holds a NaN or an infinity, from READY on.
+        version: the one that computes it, from the moment the replica's thread takes it.
         times: where its time went.
     """
 
@@ -69,6 +71,7 @@ class Batch:
     cancelled: bool = False
     slot: HostSlot | None = None
     finite: bool = True
+    version: Version | None = None
     times: BatchTimes = field(default_factory=BatchTimes)
 
     @property
@@ -126,6 +129,7 @@ class Session:
         self._closed = False
         self._refusal: WireError | None = None
         self._no_more_requests = False
+        self._last_version: Version | None = None
 
     # What the client says.
 
@@ -218,8 +222,13 @@ class Session:
 
     def sent(self, batch: Batch) -> None:
         """Notes that a batch's last frame was written."""
+        self._last_version = batch.version
         self._forget(batch)
         self._changed()
+
+    def lags_behind(self, version: Version) -> bool:
+        """Whether the latest batch that was sent is of another version; False when none was sent yet."""
+        return self._last_version not in (None, version)
 
     # The end.
 

@@ -109,6 +109,7 @@ def _as_dict(description: target_pb2.DescribeTargetResponse) -> dict[str, Any]:
             "tokenizer_digest": model.tokenizer_digest,
         },
         "version": {"number": version.number, "digest": version.digest},
+        "earlier_versions": [{"number": v.number, "digest": v.digest} for v in description.earlier_versions],
         "max_batch_token_count": description.max_batch_token_count,
         "max_sequence_token_count": description.max_sequence_token_count,
         "replicas": [
@@ -136,6 +137,7 @@ def _stats(replica: target_pb2.Replica) -> dict[str, Any]:
         for field in stats.DESCRIPTOR.fields
         if not field.name.endswith("_seconds")
     }
+    counts["swap_pause_s"] = stats.swap_pause_seconds
     return {**counts, "profile_stats": {f"{stage}_s": getattr(stats, f"{stage}_seconds") for stage in STAGES}}
 
 

@@ -14,15 +14,26 @@ import os
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf import json_format
 from target_wire.v1 import target_pb2
 
 from target_server.config import ServerConfig
-from target_server.control import DRAIN, MAX_LINE_BYTES, Event, Start, decode_event, encode_line
+from target_server.control import (
+    DRAIN,
+    MAX_LINE_BYTES,
+    Event,
+    Start,
+    SwapCommand,
+    SwapEvent,
+    decode_event,
+    encode_line,
+)
 from target_server.errors import ReplicaStartError, UserError
+from target_server.state import VersionStore
+from target_server.versions import VersionRecord
 
 __all__ = ["ReplicaStatus", "Supervisor", "thread_count"]
 
@@ -31,7 +42,6 @@ _log = logging.getLogger(__name__)
 # A replica that served this long before it died starts anew without a penalty for earlier failures.
 _STABLE_S = 60.0
 _KILL_WAIT_S = 10.0
-_FIRST_VERSION = 1
 
 
 @dataclass
@@ -45,7 +55,10 @@ class ReplicaStatus:
         port: of its data endpoint while it serves, else 0.
         restart_count: starts after the first one.
         detail: why it last failed; empty while nothing has.
+        version_number: of what it serves; 0 while it does not.
+        stale: whether it was ended because another version counts; then it starts again at once.
         stats: what it last reported while it serves.
+        stats_s: when, of the monotonic clock.
         process: its process, while there is one.
     """
 
@@ -55,30 +68,76 @@ class ReplicaStatus:
     port: int = 0
     restart_count: int = 0
     detail: str = ""
+    version_number: int = 0
+    stale: bool = False
     stats: target_pb2.ReplicaStats | None = None
+    stats_s: float = 0.0
     process: Process | None = field(default=None, repr=False)
 
 
 class Supervisor:
     """All replicas of one front."""
 
-    def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: ServerConfig, store: VersionStore, on_change: Callable[[], None]) -> None:
         """Plans the replicas; `run` starts them.
 
         Args:
             config: the server's settings.
+            store: which version they are to serve.
             on_change: called when a replica's state has changed.
         """
         self._config = config
+        self._store = store
         self._on_change = on_change
         self._stopping = False
         self.replicas = [ReplicaStatus(i, devices) for i, devices in enumerate(config.replica_devices)]
         self.description: target_pb2.DescribeTargetResponse | None = None
+        # What a swap wants to know; its coordinator sets them.
+        self.on_swap_event: Callable[[int, SwapEvent], None] = lambda _index, _event: None
+        self.on_lost: Callable[[int], None] = lambda _index: None
 
     @property
     def serving_count(self) -> int:
         """Replicas that answer now."""
-        return sum(replica.state == target_pb2.REPLICA_STATE_SERVING for replica in self.replicas)
+        return len(self.serving_indices())
+
+    def serving_indices(self) -> list[int]:
+        """Returns which replicas answer now."""
+        return [r.index for r in self.replicas if r.state == target_pb2.REPLICA_STATE_SERVING]
+
+    def send(self, index: int, command: SwapCommand) -> None:
+        """Tells a replica what to do for a swap; nothing happens when it has just died."""
+        process = self.replicas[index].process
+        if process is not None:
+            _command(process, command)
+
+    def kill_replica(self, index: int, reason: str) -> None:
+        """Ends a replica at once; it is started again with the version that counts then."""
+        replica = self.replicas[index]
+        replica.detail = reason
+        if replica.process is not None and replica.process.returncode is None:
+            replica.process.kill()
+
+    def adopt(self, record: VersionRecord, indices: Sequence[int]) -> None:
+        """Describes this version, the store's current one, from now on.
+
+        Args:
+            record: the version.
+            indices: the replicas that serve it; others that serve are started again.
+        """
+        assert self.description is not None
+        self.description.version.CopyFrom(record.version.to_message())
+        self.description.model.name = record.checkpoint.name
+        for index in self.serving_indices():
+            if index in indices:
+                self.replicas[index].version_number = record.number
+            else:
+                self._restart_stale(self.replicas[index])
+        self._on_change()
+
+    def _restart_stale(self, replica: ReplicaStatus) -> None:
+        replica.stale = True
+        self.kill_replica(replica.index, f"another version counts now: {self._store.current.number}")
 
     async def run(self) -> None:
         """Keeps the replicas alive until `drain`.
@@ -123,7 +182,9 @@ class Supervisor:
             served = await self._run_once(replica)
             if self._stopping:
                 return
-            failures = 0 if served and time.monotonic() - started > _STABLE_S else failures + 1
+            stable = served and time.monotonic() - started > _STABLE_S
+            failures = 0 if stable or replica.stale else failures + 1
+            replica.stale = False
             if not served and failures >= self._config.deadlines.max_start_failure_count:
                 self._set_state(replica, target_pb2.REPLICA_STATE_FAILED)
                 _log.error("replica %d is given up after %d failures: %s", replica.index, failures, replica.detail)
@@ -150,11 +211,12 @@ class Supervisor:
         except ValueError:
             _log.exception("replica %d broke its pipe's protocol", replica.index)
         finally:
-            replica.port, replica.stats = 0, None
+            replica.port, replica.stats, replica.version_number = 0, None, 0
             if process.returncode is None and not self._stopping:
                 process.kill()
             code = await process.wait()
             replica.process = None
+            self.on_lost(replica.index)
         if not self._stopping:
             replica.detail = replica.detail or f"exited with {code}"
             _log.warning("replica %d ended: %s", replica.index, replica.detail)
@@ -177,7 +239,8 @@ class Supervisor:
             num_threads=thread_count(config),
             host=config.host,
             port=config.replica.port_base + replica.index if config.replica.port_base else 0,
-            version_number=_FIRST_VERSION,
+            version=self._store.current.to_json(),
+            earlier=[record.to_json() for record in self._store.earlier],
             config=config.model_dump(mode="json"),
         )
         _command(process, start)
@@ -187,6 +250,10 @@ class Supervisor:
         """Acts on a replica's event; returns whether it serves now."""
         if event.kind == "stats":
             replica.stats = json_format.ParseDict(event.stats or {}, target_pb2.ReplicaStats())
+            replica.stats_s = time.monotonic()
+            return False
+        if event.kind == "swap":
+            self.on_swap_event(replica.index, SwapEvent(**(event.swap or {})))
             return False
         if event.kind != "ready":
             replica.detail = f"{event.field}: {event.value}: {event.detail}" if event.field else event.detail
@@ -194,21 +261,47 @@ class Supervisor:
                 raise UserError(event.field, event.value, event.detail)
             return False
         assert event.description is not None
+        assert event.version is not None
+        record = VersionRecord.from_json(event.version)
         description = json_format.ParseDict(event.description, target_pb2.DescribeTargetResponse())
         if self.description is None:
+            self._store.loaded(record)
             self.description = description
-        elif self.description != description:
-            replica.detail = "model.path holds another model than the one served; restart the server to serve that"
-            assert replica.process is not None
-            replica.process.kill()
+        elif not self._fits(replica, record, description):
             return False
-        replica.port, replica.detail = event.port, ""
+        replica.port, replica.detail, replica.version_number = event.port, "", record.number
         self._set_state(replica, target_pb2.REPLICA_STATE_SERVING)
+        return True
+
+    def _fits(
+        self, replica: ReplicaStatus, record: VersionRecord, description: target_pb2.DescribeTargetResponse
+    ) -> bool:
+        """Whether a replica that has loaded serves what the others do; ends it if not."""
+        current = self._store.current
+        if record.number < current.number:
+            self._restart_stale(replica)
+            return False
+        if record.version != current.version or _without_version(description) != _without_version(self.description):
+            fix = "restart the server to serve that"
+            self.kill_replica(replica.index, f"{record.checkpoint} holds another model than the one served; {fix}")
+            return False
         return True
 
     def _set_state(self, replica: ReplicaStatus, state: target_pb2.ReplicaState.ValueType) -> None:
         replica.state = state
         self._on_change()
+
+
+def _without_version(
+    description: target_pb2.DescribeTargetResponse | None,
+) -> target_pb2.DescribeTargetResponse:
+    """Returns the part of a description that no swap changes."""
+    rest = target_pb2.DescribeTargetResponse()
+    if description is not None:
+        rest.CopyFrom(description)
+    rest.ClearField("version")
+    rest.model.name = ""
+    return rest
 
 
 def thread_count(config: ServerConfig) -> int:
@@ -219,7 +312,7 @@ def thread_count(config: ServerConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // on_cpu) if on_cpu else 1
 
 
-def _command(process: Process, message: Start | dict[str, str]) -> None:
+def _command(process: Process, message: Start | SwapCommand | dict[str, str]) -> None:
     assert process.stdin is not None
     if not process.stdin.is_closing():
         process.stdin.write(encode_line(message))

@@ -35,6 +35,7 @@ from target_server.replica import Replica, allocate_slots, slot_payload_bytes
 from target_server.scheduler import CaptureJob, Scheduler
 from target_server.servicer import ReplicaServicer
 from target_server.session import Session
+from target_server.versions import Version
 from tests.support.model_streams import ModelStreams
 
 HIDDEN = 4
@@ -187,6 +188,7 @@ class World:
             target,
             self.streams,  # type: ignore[arg-type]
             config,
+            Version(1, "d"),
             on_captured=lambda job, finite: self.scheduler.captured(job, finite=finite),
             on_failed=lambda job, error: self.fatal.append(error),
             on_fatal=self.fatal.append,
@@ -201,9 +203,14 @@ class World:
         self.jobs: deque[CaptureJob] = deque()
         self.scheduler = Scheduler(self.pool, self.jobs.append, max_session_count=count)
         served = ServedTarget(4, HIDDEN, 1000, DType.BFLOAT16, 1, "d", MAX_TOKENS, MAX_TOKENS)
-        head: Any = None
+        heads: Any = None
         self.servicer = ReplicaServicer(
-            served=served, scheduler=self.scheduler, head=head, config=config, replica_index=0, metrics=ReplicaMetrics()
+            served=served,
+            scheduler=self.scheduler,
+            heads=heads,
+            config=config,
+            replica_index=0,
+            metrics=ReplicaMetrics(),
         )
         self.clients = [self._client(key, served) for key in range(count)]
 

@@ -12,15 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from target_server import replica_server
 from target_server.config import ServerConfig
-from target_server.control import Event, Start
+from target_server.control import Event, Start, SwapCommand
 from target_server.loading import LoadedTarget
 from target_server.replica import Replica
 from target_server.scheduler import Scheduler
+from target_server.versions import VersionRecord, files_mark
+from target_server.weights import map_weights
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 _TIMEOUT_S = 30.0
@@ -32,12 +35,16 @@ class _Pipe:
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.drain: Callable[[], object] = lambda: None
+        self.swap: Callable[[SwapCommand], object] = lambda _command: None
 
     def send(self, event: Event) -> None:
         self.events.put(event)
 
     def on_drain(self, action: Callable[[], object]) -> None:
         self.drain = action
+
+    def on_swap(self, action: Callable[[SwapCommand], object]) -> None:
+        self.swap = action
 
 
 class RunningReplica:
@@ -57,11 +64,14 @@ class RunningReplica:
     def __init__(self, target: LoadedTarget, config: ServerConfig) -> None:
         self.pipe = _Pipe()
         self.result: Any = None
-        start = Start(0, ["cpu"], 1, "127.0.0.1", 0, 1, {})
+        checkpoint = Path(target.model.name_or_path)
+        record = VersionRecord(1, DIGEST, checkpoint, files_mark(checkpoint))
+        loaded = replica_server.LoadedVersion(target, map_weights(target, checkpoint), record)
+        start = Start(0, ["cpu"], 1, "127.0.0.1", 0, record.to_json(), [], {})
 
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
-            self.result = await replica_server.serve_replica(start, config, target, DIGEST, self.pipe)
+            self.result = await replica_server.serve_replica(start, config, loaded, self.pipe)
 
         build = replica_server._build_replica
 

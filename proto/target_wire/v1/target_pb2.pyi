@@ -474,7 +474,7 @@ class SwapTargetRequest(_message.Message):
     WAIT_FOR_TRAINER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, 1 to 128 characters: the same id is the same swap. Empty, longer, or used before with
-    another checkpoint: INVALID_ARGUMENT with BAD_REQUEST.
+    another checkpoint or another dry_run: INVALID_ARGUMENT with BAD_REQUEST.
     """
     checkpoint: _builtins.str
     """Directory of the checkpoint as the server sees it: absolute, or relative to the server's swap.checkpoint_root.

@@ -52,7 +52,8 @@ class TargetFrontServiceStub:
     stay open; answers with progress and last with DONE. Until every replica has read and taken the new
     weights, nothing changes for clients: then batches are made by the new version, on all replicas alike, and each
     says which version made it. Idempotent by request_id: repeated while the swap runs, the call joins it; repeated
-    afterwards, it is answered with the end. The swap goes on when its caller goes away.
+    after it has ended well, it is answered with that end; after an error it is tried anew. The swap goes on when its
+    caller goes away.
     FAILED_PRECONDITION with SWAP_REFUSED when the checkpoint can't replace what is served (the detail names field,
     found and expected). ABORTED with SWAP_IN_PROGRESS while another swap runs. ABORTED with SWAP_FAILED when the new
     weights could not be taken although nothing is wrong with the checkpoint. UNAVAILABLE with TARGET_LOADING until a
@@ -73,7 +74,8 @@ class TargetFrontServiceAsyncStub(TargetFrontServiceStub):
     stay open; answers with progress and last with DONE. Until every replica has read and taken the new
     weights, nothing changes for clients: then batches are made by the new version, on all replicas alike, and each
     says which version made it. Idempotent by request_id: repeated while the swap runs, the call joins it; repeated
-    afterwards, it is answered with the end. The swap goes on when its caller goes away.
+    after it has ended well, it is answered with that end; after an error it is tried anew. The swap goes on when its
+    caller goes away.
     FAILED_PRECONDITION with SWAP_REFUSED when the checkpoint can't replace what is served (the detail names field,
     found and expected). ABORTED with SWAP_IN_PROGRESS while another swap runs. ABORTED with SWAP_FAILED when the new
     weights could not be taken although nothing is wrong with the checkpoint. UNAVAILABLE with TARGET_LOADING until a
@@ -103,7 +105,8 @@ class TargetFrontServiceServicer(metaclass=_abc_1.ABCMeta):
         stay open; answers with progress and last with DONE. Until every replica has read and taken the new
         weights, nothing changes for clients: then batches are made by the new version, on all replicas alike, and each
         says which version made it. Idempotent by request_id: repeated while the swap runs, the call joins it; repeated
-        afterwards, it is answered with the end. The swap goes on when its caller goes away.
+        after it has ended well, it is answered with that end; after an error it is tried anew. The swap goes on when its
+        caller goes away.
         FAILED_PRECONDITION with SWAP_REFUSED when the checkpoint can't replace what is served (the detail names field,
         found and expected). ABORTED with SWAP_IN_PROGRESS while another swap runs. ABORTED with SWAP_FAILED when the new
         weights could not be taken although nothing is wrong with the checkpoint. UNAVAILABLE with TARGET_LOADING until a

@@ -14,6 +14,7 @@ from target_server.status import _table
 from target_server.supervisor import ReplicaStatus
 
 COUNTS = {"sessions": 2, "queued": 3, "in_flight": 1, "slots_free": 4, "slots_filling": 1, "slots_sending": 1}
+COUNTS["lagging"] = 1
 
 
 def metrics() -> ReplicaMetrics:
@@ -21,6 +22,7 @@ def metrics() -> ReplicaMetrics:
     times = BatchTimes(requested=10.0, due=11.0, credited=14.0, began=14.5, forward=2.0, pack=0.25, copy=0.5)
     counted.sent(times, token_count=7, payload_bytes=70, finite=False)
     counted.failed()
+    counted.swapped(0.25)
     return counted
 
 
@@ -32,16 +34,20 @@ def test_a_batch_s_time_is_divided_among_its_stages() -> None:
     assert (stats.failed_count, stats.nonfinite_count) == (1, 1)
     assert (stats.session_count, stats.queued_count, stats.running_count) == (2, 3, 1)
     assert (stats.free_slot_count, stats.slot_count) == (4, 6)
+    assert (stats.lagging_session_count, stats.swap_pause_seconds) == (1, 0.25)
 
 
 def test_scrape_has_every_replica_and_stage() -> None:
-    serving = ReplicaStatus(0, ["cpu"], pb.REPLICA_STATE_SERVING, stats=metrics().snapshot(COUNTS))
+    serving = ReplicaStatus(0, ["cpu"], pb.REPLICA_STATE_SERVING, version_number=4, stats=metrics().snapshot(COUNTS))
     dead = ReplicaStatus(1, ["cpu"], pb.REPLICA_STATE_RESTARTING, restart_count=3)
     with exporting("127.0.0.1:0", [serving, dead]) as port:
         text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
     for line in (
         'target_server_replica_up{replica="0"} 1.0',
         'target_server_replica_up{replica="1"} 0.0',
+        'target_server_replica_version{replica="0"} 4.0',
+        'target_server_replica_lagging_sessions{replica="0"} 1.0',
+        'target_server_replica_swap_pause_seconds{replica="0"} 0.25',
         'target_server_replica_restarts_total{replica="1"} 3.0',
         'target_server_replica_tokens_total{replica="0"} 7.0',
         'target_server_replica_free_slots{replica="0"} 4.0',
