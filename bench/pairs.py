@@ -7,11 +7,14 @@ medians divided. The order is reversed each round, so that warming up or driftin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 __all__ = ["ratios", "take_turns"]
 
+Value = TypeVar("Value")
 
-def take_turns(measures: Mapping[str, Callable[[], float]], *, rounds: int) -> list[dict[str, float]]:
+
+def take_turns(measures: Mapping[str, Callable[[], Value]], *, rounds: int) -> list[dict[str, Value]]:
     """Runs every measure once a round, in alternating order.
 
     Args:

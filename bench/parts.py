@@ -17,6 +17,7 @@ __all__ = ["PARTS", "choose_parts", "load_part"]
 # By name, in the order in which they run: the module and what it measures.
 PARTS: dict[str, tuple[str, str]] = {
     "wire": ("bench.wire", "one stream against a raw socket, and its CPU time"),
+    "step": ("bench.step", "the drafter's forward and backward against a plain reference"),
 }
 
 

@@ -171,7 +171,7 @@ class LossSection(Section):
     distill_weight: float = Field(default=0.5, gt=0, le=1)
     """With distill: its share of the loss; cross-entropy has the rest."""
     chunk_rows: int = Field(default=128, ge=1)
-    """Supervised slots whose logits exist at one time; bounds memory to chunk_rows x vocabulary."""
+    """As many logits exist at one time as this many slots have; bounds memory to chunk_rows x vocabulary."""
     sampled_vocabulary: int | None = Field(default=None, ge=2)
     """Rows of the head in the softmax: the batch's labels, the answers' most frequent tokens (half of the rows) and a
     random rest that stands for all others. None uses all."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafter_trainer import linear_cross_entropy as linear_cross_entropy_module
 from drafter_trainer.linear_cross_entropy import HeadRows, linear_cross_entropy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -38,7 +39,11 @@ def naive(hidden: Tensor, head: HeadRows, label: Tensor) -> Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64])
-def test_loss_and_gradient_equal_naive(facts: dict[str, Any], chunk_rows: int) -> None:
+@pytest.mark.parametrize("columns", [1, 6, 20, 1024])
+def test_loss_and_gradient_equal_naive(
+    facts: dict[str, Any], chunk_rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cross_entropy_module, "MIN_TILE_COLUMNS", columns)
     head = HeadRows(torch.randn(41, 12), **facts)
     hidden = torch.randn(23, 12, requires_grad=True)
     label, weight = torch.randint(0, 41, (23,)), torch.rand(23)
@@ -71,6 +76,34 @@ def test_every_pair_of_dtypes_is_near_float32(hidden_dtype: torch.dtype, head_dt
     (expected_gradient,) = torch.autograd.grad(expected.sum(), exact)
     assert gradient.dtype == hidden_dtype
     torch.testing.assert_close(gradient.float(), expected_gradient, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("head_dtype", DTYPES)
+def test_gradient_near_convergence_is_exact_to_the_heads_rounding(head_dtype: torch.dtype) -> None:  # case 11
+    """Where p is nearly 1, p - 1 must not be what is left of a rounded p."""
+    weight = (torch.eye(6) * 4).to(head_dtype)
+    logits = torch.tensor([10.0, 10.5, 11, 11.5, 12, 13])  # exact in bf16
+    hidden = torch.diag(logits / 4).requires_grad_()
+    label = torch.arange(6)
+    ours, correct = linear_cross_entropy(hidden, HeadRows(weight), label)
+    exact = hidden.detach().to(head_dtype).double().requires_grad_()
+    expected = naive(exact, HeadRows(weight.double()), label)
+    gradients = [torch.autograd.grad(loss.sum(), rows)[0] for loss, rows in ((ours, hidden), (expected, exact))]
+    assert correct.all()
+    assert expected.min() < 1e-4
+    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 1920, 100_000])
+@pytest.mark.parametrize("vocab", [1, 97, 49_152, 248_320])
+@pytest.mark.parametrize("chunk_rows", [1, 128])
+def test_tiles_fit_their_room_and_use_it(rows: int, vocab: int, chunk_rows: int) -> None:
+    at_once, columns = linear_cross_entropy_module._tile_shape(rows, vocab, chunk_rows)
+    room = chunk_rows * vocab
+    assert 1 <= at_once <= max(rows, 1)
+    assert 1 <= columns <= vocab
+    assert at_once * columns <= room
+    assert at_once * columns >= min(rows * vocab, room) * 0.9
 
 
 def test_autocast_does_not_touch_a_float32_head() -> None:
@@ -110,8 +143,10 @@ def test_no_row_at_all_still_has_a_graph() -> None:  # case 71
     assert torch.autograd.grad(loss.sum(), hidden)[0].shape == (0, 8)
 
 
-def test_memory_does_not_grow_with_rows() -> None:
-    """Two chunks or twenty: no tensor of more than one chunk's logits is ever made."""
+@pytest.mark.parametrize("columns", [50, 1024])
+def test_memory_does_not_grow_with_rows(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles or twenty: no tensor of more than one tile's logits is ever made, beside the head's own."""
+    monkeypatch.setattr(linear_cross_entropy_module, "MIN_TILE_COLUMNS", columns)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
