@@ -79,7 +79,8 @@ class CheckpointStore:
 
     Args:
         directory: Where checkpoints are.
-        keep: How many of the newest are kept.
+        keep: How many are kept, the one just written and those before it. One that lies ahead is damaged (the run went
+            back behind it) and doesn't count; it's replaced when the run gets there.
         on_phase: Told after each phase of writing; tests crash in it.
     """
 
@@ -142,7 +143,7 @@ class CheckpointStore:
         self._on_phase("renamed")
         self._point_latest_to(target)
         self._on_phase("latest")
-        self._prune()
+        self._prune(target)
         self._on_phase("pruned")
         return target
 
@@ -153,8 +154,9 @@ class CheckpointStore:
         link.replace(self._directory / LATEST)
         sync_directory(self._directory)
 
-    def _prune(self) -> None:
-        for path in self.paths()[: -self._keep]:
+    def _prune(self, newest: Path) -> None:
+        paths = self.paths()
+        for path in paths[: max(paths.index(newest) + 1 - self._keep, 0)]:
             # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = path.with_name(f".removing-{path.name}")
             path.rename(doomed)

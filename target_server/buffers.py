@@ -68,12 +68,14 @@ class SlotPool:
         return self._slots[0].view.nbytes
 
     def may_acquire(self, owner: int, *, active_owner_count: int) -> bool:
-        """Whether `acquire` would succeed.
+        """Whether `acquire` would succeed; never while a session that has left has yet to give back the last free slot.
 
         Args:
             owner: the session that asks.
             active_owner_count: sessions that are open now; the shared slots are divided among them.
         """
+        if not self._free:
+            return False
         if not self._held[owner]:
             return True
         shared = len(self._slots) - self._max_owner_count

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from target_wire.errors import Code, Reason, WireError
 
@@ -38,7 +38,7 @@ class CaptureJob:
 
     batch: Batch
     slot: HostSlot
-    given_s: float = field(default_factory=time.monotonic)
+    given_s: float
 
 
 @dataclass
@@ -68,6 +68,7 @@ class Scheduler:
         self._depth = depth
         self._entries: dict[int, _Entry] = {}
         self._in_flight: set[CaptureJob] = set()
+        self._last_end_s = 0.0
         self._virtual_tokens = 0
         self._paused = False
         self._idle = asyncio.Event()
@@ -152,9 +153,13 @@ class Scheduler:
             entry.session.refuse_new(error, at_once=at_once)
 
     def longest_running_s(self) -> float:
-        """Returns how long the oldest batch with the replica's thread has been there; 0 when there is none."""
-        now = time.monotonic()
-        return max((now - job.given_s for job in self._in_flight), default=0.0)
+        """Returns how long the replica's thread has been at its oldest batch; 0 when it has none.
+
+        It takes one batch after the other: what is behind another one only counts from that one's end.
+        """
+        if not self._in_flight:
+            return 0.0
+        return time.monotonic() - max(self._last_end_s, min(job.given_s for job in self._in_flight))
 
     async def wait_idle(self) -> None:
         """Returns once no job is with the replica's thread."""
@@ -182,9 +187,10 @@ class Scheduler:
         for entry in self._entries.values():
             session = entry.session
             if session.head is None or not self._pool.may_acquire(session.key, active_owner_count=len(self._entries)):
+                entry.tag = None
                 continue
             if entry.tag is None:
-                # A session that had nothing to run doesn't save up turns.
+                # A session that had nothing to run, or nowhere to put it, doesn't save up turns.
                 entry.tag = max(self._virtual_tokens, entry.served_tokens)
             if best is None or best.tag is None or entry.tag < best.tag:
                 best = entry
@@ -199,13 +205,14 @@ class Scheduler:
         self._virtual_tokens = entry.tag
         entry.served_tokens = entry.tag + batch.token_count
         entry.tag = None
-        job = CaptureJob(batch, slot)
+        job = CaptureJob(batch, slot, time.monotonic())
         self._in_flight.add(job)
         self._idle.clear()
         self._submit(job)
 
     def _end(self, job: CaptureJob) -> None:
         self._in_flight.remove(job)
+        self._last_end_s = time.monotonic()
         if not self._in_flight:
             self._idle.set()
 

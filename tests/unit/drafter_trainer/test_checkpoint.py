@@ -207,3 +207,21 @@ def test_differences_name_changed_missing_and_new_fields_only() -> None:
     saved = {"same": [1, 2], "changed": 1, "gone": 5}
     current = {"same": (1, 2), "changed": 2, "new": None, "also new": 0}
     assert differences(saved, current) == {"also new": (None, 0), "changed": (1, 2), "gone": (5, None)}
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_checkpoint_ahead_never_costs_a_sound_one(tmp_path: Path, keep: int) -> None:  # I6
+    """After going back behind a torn checkpoint, the newest by number isn't the newest that's any good."""
+    CheckpointStore(tmp_path, keep=9).save(checkpoint(10))
+    CheckpointStore(tmp_path, keep=9).save(checkpoint(20))
+    (tmp_path / "step-20" / "model.safetensors").write_bytes(b"torn")
+    store = CheckpointStore(tmp_path, keep=keep)
+    assert_equal(store.load_latest(), checkpoint(10))
+    for step in (12, 14):
+        store.save(checkpoint(step))
+        assert_equal(store.load_latest(), checkpoint(step))
+    sound = [path.name for path in store.paths() if path.name != "step-20"]
+    assert sound == ["step-12", "step-14"][-keep:]
+    store.save(checkpoint(20))
+    assert_equal(store.load_latest(), checkpoint(20))
+    assert len(store.paths()) == keep

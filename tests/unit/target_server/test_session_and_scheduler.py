@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -145,6 +146,59 @@ async def test_an_idle_session_saves_up_no_turns() -> None:
     for _ in range(6):
         order.append(bench.finish_and_send().batch.session.key)
     assert order.count(1) >= 2, order
+
+
+async def test_a_withdrawn_request_saves_up_no_turns() -> None:
+    """A turn that was due and then withdrawn must not be worth more the longer the session is idle."""
+    bench = Bench(slots=8, depth=1)
+    late, busy = bench.session(1), bench.session(2)
+    ask(late, 0, [20])
+    ask(late, 1)
+    for request_id in range(24):
+        ask(busy, request_id, [2])
+    bench.finish_and_send()
+    assert names(bench.started) == [(2, 0)]  # chosen before (1, 1), whose turn is noted
+    cancel(late, 1)
+    for _ in range(20):
+        assert bench.finish_and_send().batch.session is busy
+    for request_id in range(2, 8):
+        ask(late, request_id, [2])
+    order = [bench.finish_and_send().batch.session.key for _ in range(6)]
+    assert order.count(2) >= 2, order
+
+
+async def test_a_new_session_waits_for_the_slot_of_one_that_left_while_its_batch_ran() -> None:
+    bench = Bench(slots=3, max_sessions=2, depth=2)
+    leaver, stalled = bench.session(1), bench.session(2)
+    for request_id in range(2):
+        ask(stalled, request_id)
+    bench.finish()
+    bench.finish()
+    ask(leaver, 0)
+    bench.scheduler.remove(leaver)
+    assert bench.pool.snapshot() == {"free": 0, "filling": 1, "sending": 2}
+    newcomer = bench.session(3)
+    ask(newcomer, 0)  # its place among the sessions is free, the slot that goes with it isn't yet
+    bench.finish()
+    assert names(bench.started) == [(3, 0)]
+    bench.scheduler.check_integrity()
+
+
+async def test_the_time_of_a_batch_does_not_count_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I7: two batches are with the thread; the second one's deadline begins when the first has ended."""
+    now_s = 1000.0
+    monkeypatch.setattr("target_server.scheduler.time", SimpleNamespace(monotonic=lambda: now_s))
+    bench = Bench(depth=2)
+    session = bench.session(1)
+    ask(session, 0)
+    ask(session, 1)
+    now_s += 400.0
+    assert bench.scheduler.longest_running_s() == 400.0
+    bench.finish()
+    now_s += 300.0
+    assert bench.scheduler.longest_running_s() == 300.0
+    bench.finish()
+    assert bench.scheduler.longest_running_s() == 0.0
 
 
 async def test_unread_batches_of_one_session_leave_a_slot_for_every_other() -> None:
