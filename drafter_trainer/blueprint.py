@@ -16,7 +16,7 @@ from target_wire.spec import PROTOCOL_VERSION, DType
 from target_wire.v1 import target_pb2 as pb
 
 from drafter_trainer.client.addresses import check_address
-from drafter_trainer.client.discovery import DescribedTarget, TargetAbsentError, wait_for_target
+from drafter_trainer.client.discovery import DescribedTarget, TargetAbsentError, TargetsDifferError, wait_for_target
 from drafter_trainer.client.terms import Patience, StreamTerms
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.dataset import TokenDataset
@@ -28,7 +28,7 @@ from drafter_trainer.features import FeatureLayout
 from drafter_trainer.head import final_norm_offset
 from drafter_trainer.parallel import Ranks, join_ranks
 from drafter_trainer.plan import Plan, PlanSettings
-from drafter_trainer.prepare import PrepareSettings, open_dataset
+from drafter_trainer.prepare import PrepareSettings, check_longest_sample, open_dataset
 from drafter_trainer.run_dir import RunDir
 from drafter_trainer.tokenizer import resolve_mask_token_id
 from drafter_trainer.trainer import LoopSettings
@@ -165,14 +165,17 @@ def prepare_machine(config: TrainerConfig) -> Machine:
     return Machine(ranks, device, resolve_compute_dtype(config.run.dtype, device))
 
 
-def draw_blueprint(config: TrainerConfig, *, run_dir: RunDir, machine: Machine) -> Blueprint:
-    """Opens the data, waits for the target, and decides the rest.
+def draw_blueprint(
+    config: TrainerConfig, *, run_dir: RunDir, machine: Machine, dataset: TokenDataset | None = None
+) -> Blueprint:
+    """Opens the data (unless it's given), waits for the target, and decides the rest.
 
     Raises:
         UserError: Settings that don't fit the data or the target.
         TargetUnavailableError: Nobody has described the target in time.
     """
-    dataset = open_data(config)
+    dataset = dataset or open_data(config)
+    check_longest_sample(dataset, max_tokens=config.batch.max_tokens)
     plan = Plan(
         dataset,
         PlanSettings(
@@ -198,7 +201,7 @@ def draw_blueprint(config: TrainerConfig, *, run_dir: RunDir, machine: Machine) 
 def open_data(config: TrainerConfig) -> TokenDataset:
     """The prepared dataset; prepared first where that's still to do."""
     data = config.data
-    dataset = open_dataset(
+    return open_dataset(
         data.path,
         tokenizer=data.tokenizer,
         settings=PrepareSettings(**{field.name: getattr(data, field.name) for field in fields(PrepareSettings)}),
@@ -206,10 +209,6 @@ def open_data(config: TrainerConfig) -> TokenDataset:
         num_workers=data.num_workers,
         wait_timeout_s=data.wait_timeout_s,
     )
-    if dataset.meta.longest_tokens > config.batch.max_tokens:
-        fix = f"the longest sample has {dataset.meta.longest_tokens} tokens; give at least that, or prepare again"
-        raise UserError("batch.max_tokens", config.batch.max_tokens, fix)
-    return dataset
 
 
 def loop_settings(config: TrainerConfig, plan: Plan, ranks: Ranks) -> LoopSettings:
@@ -247,6 +246,9 @@ def meet_target(config: TrainerConfig, dataset: TokenDataset) -> Target:
         )
     except TargetAbsentError as error:
         raise TargetUnavailableError(f"{error}; start it, or raise target.wait_timeout_s") from error
+    except TargetsDifferError as error:
+        addresses = ",".join(config.target.addresses)
+        raise UserError("target.addresses", addresses, f"{error}; give servers of one target") from error
     response = described.response
     if response.protocol_version != PROTOCOL_VERSION:
         raise TargetChangedError(

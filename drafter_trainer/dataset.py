@@ -90,7 +90,7 @@ class DatasetMeta:
 
 
 # Tokens counted at one time: bounds memory whatever the dataset's size.
-_COUNTED_AT_ONCE = 1 << 22
+_COUNTED_AT_ONCE = 1 << 20
 
 
 class TokenDataset:

@@ -15,6 +15,7 @@ from drafter_trainer.blueprint import Blueprint, check_settings, draw_blueprint,
 from drafter_trainer.checkpoint import CheckpointStore
 from drafter_trainer.client.delivery import Delivery
 from drafter_trainer.config import TrainerConfig
+from drafter_trainer.dataset import TokenDataset
 from drafter_trainer.devices import pin_host_memory
 from drafter_trainer.errors import TrainerError, UserError
 from drafter_trainer.feature_cache import CachedSource
@@ -35,8 +36,12 @@ __all__ = ["run_training"]
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: TrainerConfig) -> bool:
+def run_training(config: TrainerConfig, *, dataset: TokenDataset | None = None) -> bool:
     """Trains as configured, from the latest checkpoint if there's one. Call it in the main thread (signals).
+
+    Args:
+        config: Every setting.
+        dataset: That of `data.path`, where the caller has opened it already: to open it is to read the whole source.
 
     Returns:
         Whether the run is finished; False when it was asked to stop before, with a checkpoint to go on from.
@@ -48,7 +53,7 @@ def run_training(config: TrainerConfig) -> bool:
     run_dir = check_settings(config)
     machine = prepare_machine(config)
     try:
-        blueprint = draw_blueprint(config, run_dir=run_dir, machine=machine)
+        blueprint = draw_blueprint(config, run_dir=run_dir, machine=machine, dataset=dataset)
         store = CheckpointStore(run_dir.checkpoints, keep=config.run.keep_checkpoints)
         heads = build_heads(blueprint)
         learner = build_learner(blueprint, heads, load_checkpoint(blueprint, store))

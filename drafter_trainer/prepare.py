@@ -23,7 +23,7 @@ from drafter_trainer.errors import UserError
 from drafter_trainer.tokenise import CHUNK_ROWS, PrepareSettings, tokenise_rows
 from drafter_trainer.tokenizer import TokenizerFacts, file_digest, load_tokenizer, tokenizer_digests
 
-__all__ = ["PrepareSettings", "Progress", "open_dataset", "prepare"]
+__all__ = ["PrepareSettings", "Progress", "check_longest_sample", "open_dataset", "prepare"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,18 @@ def open_dataset(
             on_progress=on_progress,
         )
     return TokenDataset(directory)
+
+
+def check_longest_sample(dataset: TokenDataset, *, max_tokens: int) -> None:
+    """Refuses a batch size (`batch.max_tokens`) that some sample exceeds.
+
+    Raises:
+        UserError: Names both lengths.
+    """
+    longest = dataset.meta.longest_tokens
+    if longest > max_tokens:
+        fix = f"the longest sample has {longest} tokens; give at least that, or prepare again"
+        raise UserError("batch.max_tokens", max_tokens, fix)
 
 
 def prepare(

@@ -322,7 +322,9 @@ async def _before(awaitable: Awaitable[_T], timeout_s: float, what: str) -> _T:
         WireError: STALLED, saying what was waited for.
     """
     try:
-        return await asyncio.wait_for(awaitable, timeout_s)
+        # Not wait_for: before Python 3.12 that loses a cancellation which meets the result, and the task lives on.
+        async with asyncio.timeout(timeout_s):
+            return await awaitable
     except TimeoutError as error:
         raise WireError(
             Code.DEADLINE_EXCEEDED, Reason.STALLED, f"waited {timeout_s:.0f} s for {what}; open another stream"

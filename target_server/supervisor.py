@@ -202,7 +202,7 @@ class Supervisor:
         served = False
         deadline_s = self._config.deadlines.start_timeout_s
         try:
-            while line := await asyncio.wait_for(process.stdout.readline(), deadline_s):
+            while line := await _read_line(process.stdout, deadline_s):
                 if self._take_event(replica, decode_event(line)):
                     served, deadline_s = True, self._config.deadlines.heartbeat_timeout_s
         except TimeoutError:
@@ -316,6 +316,12 @@ def _command(process: Process, message: Start | SwapCommand | dict[str, str]) ->
     assert process.stdin is not None
     if not process.stdin.is_closing():
         process.stdin.write(encode_line(message))
+
+
+async def _read_line(stream: asyncio.StreamReader, timeout_s: float) -> bytes:
+    """Reads a line; a TimeoutError after `timeout_s`. Unlike wait_for in Python 3.11 it never loses a cancellation."""
+    async with asyncio.timeout(timeout_s):
+        return await stream.readline()
 
 
 async def _wait_all(processes: list[Process], timeout_s: float) -> None:

@@ -18,6 +18,7 @@ from drafter_trainer.dataset import TokenDataset
 from drafter_trainer.drafter_shape import check_taps, read_model_config
 from drafter_trainer.errors import EXIT_DONE, UserError
 from drafter_trainer.plan import Plan
+from drafter_trainer.prepare import check_longest_sample
 from drafter_trainer.tokenizer import resolve_mask_token_id
 
 __all__ = ["run"]
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if options.print_plan is not None:
         if options.print_plan < 1:
             raise UserError("--print-plan", options.print_plan, "give how many micro-batches to print, at least 1")
-        print_plan(Plan(open_with_progress(config), plan_settings(config)), options.print_plan)
+        print_plan(open_plan(config), options.print_plan)
         return EXIT_DONE
     require(config, "target.addresses", "run.dir", "data.path")
     for address in config.target.addresses:
@@ -40,6 +41,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         except ValueError as error:
             raise UserError("target.addresses", address, str(error)) from error
     dataset = open_with_progress(config)
+    check_longest_sample(dataset, max_tokens=config.batch.max_tokens)
     check_drafter(config, dataset)
     if options.dry_run:
         print(dry_run(config, dataset), end="")
@@ -47,7 +49,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     # Loads torch: everything above is told before.
     from drafter_trainer.launch import run_training  # noqa: PLC0415
 
-    run_training(config)
+    run_training(config, dataset=dataset)
     return EXIT_DONE
 
 
@@ -62,6 +64,13 @@ def check_drafter(config: TrainerConfig, dataset: TokenDataset) -> None:
     if "vocab_size" in model_config:
         given, facts = config.drafter.mask_token_id, dataset.meta.tokenizer
         resolve_mask_token_id(given, facts, vocab_size=model_config["vocab_size"])
+
+
+def open_plan(config: TrainerConfig) -> Plan:
+    """The plan of the configured data; needs neither a server nor a run directory."""
+    dataset = open_with_progress(config)
+    check_longest_sample(dataset, max_tokens=config.batch.max_tokens)
+    return Plan(dataset, plan_settings(config))
 
 
 def print_plan(plan: Plan, count: int) -> None:

@@ -8,9 +8,11 @@ No torch here; the receiver imports this.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 from target_wire.channel import channel_options
@@ -71,10 +73,14 @@ class TargetAbsentError(Exception):
     """No configured front has answered in time."""
 
 
+class TargetsDifferError(Exception):
+    """Two configured fronts serve different targets; the message says which."""
+
+
 def wait_for_target(
     addresses: Sequence[str], *, timeout_s: float, say: Callable[[str], None], call_timeout_s: float = 5.0
 ) -> DescribedTarget:
-    """Asks the fronts in turn until one describes the target; says every ten seconds what it waits for. Blocks.
+    """Asks all fronts until one describes the target; says every ten seconds what it waits for. Blocks.
 
     Args:
         addresses: Fronts, already checked.
@@ -82,26 +88,64 @@ def wait_for_target(
         say: Takes one plain line.
         call_timeout_s: Deadline of one call.
 
+    Returns:
+        The first of the configured fronts that answers.
+
     Raises:
         TargetAbsentError: Nobody has described the target within ``timeout_s`` seconds.
+        TargetsDifferError: Two fronts have described different ones.
     """
     started_s = time.monotonic()
     said_s = float("-inf")
-    failures: dict[str, CallFailure] = {}
     while True:
-        for address in addresses:
-            try:
-                return DescribedTarget(address, describe_blocking(address, timeout_s=call_timeout_s))
-            except grpc.RpcError as error:
-                failures[address] = reason_of(error)
+        answers = describe_all(addresses, timeout_s=call_timeout_s)
+        if described := [
+            DescribedTarget(*answer) for answer in answers.items() if not isinstance(answer[1], CallFailure)
+        ]:
+            refuse_different(described)
+            return described[0]
         now_s = time.monotonic()
-        reasons = "; ".join(f"{address}: {failure}" for address, failure in failures.items())
+        reasons = "; ".join(f"{address}: {failure}" for address, failure in answers.items())
         if now_s - started_s >= timeout_s:
             raise TargetAbsentError(f"no target-server within {timeout_s:g} s ({reasons})")
         if now_s - said_s >= WAITING_LINE_EVERY_S:
             said_s = now_s
             say(f"waiting for the target-server for {now_s - started_s:.0f} s of at most {timeout_s:g} s ({reasons})")
         time.sleep(min(POLL_EVERY_S, max(timeout_s - (now_s - started_s), 0.0)))
+
+
+def describe_all(addresses: Sequence[str], *, timeout_s: float) -> dict[str, pb.DescribeTargetResponse | CallFailure]:
+    """Asks all fronts at the same time; each one's answer, or why there's none within ``timeout_s`` seconds."""
+    with contextlib.ExitStack() as stack:
+        channels = [
+            stack.enter_context(grpc.insecure_channel(address, options=channel_options())) for address in addresses
+        ]
+        calls = [
+            pb_grpc.TargetFrontServiceStub(channel).DescribeTarget.future(pb.DescribeTargetRequest(), timeout=timeout_s)
+            for channel in channels
+        ]
+        return {address: _answer(call) for address, call in zip(addresses, calls, strict=True)}
+
+
+def _answer(call: Any) -> pb.DescribeTargetResponse | CallFailure:
+    try:
+        return call.result()  # type: ignore[no-any-return]
+    except grpc.RpcError as error:
+        return reason_of(error)
+
+
+def refuse_different(described: Sequence[DescribedTarget]) -> None:
+    """Refuses servers of different targets: their batches would be trained as if they were one's.
+
+    Raises:
+        TargetsDifferError: Names two of them.
+    """
+    first, *others = described
+    for other in others:
+        if other.response.version.digest != first.response.version.digest:
+            raise TargetsDifferError(
+                " and ".join(f"{it.address} serves {it.response.version.digest}" for it in (first, other))
+            )
 
 
 def describe_blocking(address: str, *, timeout_s: float) -> pb.DescribeTargetResponse:

@@ -11,6 +11,8 @@ One event loop; every method below runs on it and none blocks.
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import socket
 import sys
 import time
@@ -68,11 +70,11 @@ class Receiver:
         self._book = RequestBook(self._patience, depth=REQUESTS_PER_REPLICA)
         self._sessions: dict[str, ReplicaSession] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._listed: dict[str, set[str]] = {}
+        self._losses: collections.Counter[str] = collections.Counter()
         self._reasons: dict[str, str] = {}
         self._absent_since_s = time.monotonic()
         self._changed = asyncio.Event()
-        self._rediscover = asyncio.Event()
+        self._ask_again = {front: asyncio.Event() for front in self._fronts}
 
     async def run(self) -> None:
         """Works until the trainer says stop or is gone.
@@ -81,7 +83,8 @@ class Receiver:
             ExceptionGroup: Of ``DeliveryFailedError`` when a request can't be answered.
         """
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(job) for job in (self._discover(group), self._place(), self._report())]
+            followers = (self._follow_front(front, group) for front in self._fronts)
+            tasks = [group.create_task(job) for job in (*followers, self._place(), self._report())]
             await self._take_commands()
             for task in (*tasks, *self._keepers.values()):
                 task.cancel()
@@ -109,44 +112,44 @@ class Receiver:
 
     # Who serves.
 
-    async def _discover(self, group: asyncio.TaskGroup) -> None:
+    async def _follow_front(self, front: str, group: asyncio.TaskGroup) -> None:
+        """Keeps a session to every replica that a front lists. Each front has its task: a dead one delays no other."""
+        again = self._ask_again[front]
         while True:
-            await asyncio.gather(*(self._ask_front(front) for front in self._fronts))
-            for address in set().union(*self._listed.values()) - self._keepers.keys():
+            again.clear()
+            for address in await self._ask_front(front) - self._keepers.keys():
                 self._keepers[address] = group.create_task(self._keep_session(address))
-            self._rediscover.clear()
-            try:
-                # Quick while nobody is there: a server that comes back is used at once.
-                await asyncio.wait_for(self._rediscover.wait(), self._patience.rediscover_s if self._sessions else 0.5)
+            # Quick while nobody is there: a server that comes back is used at once.
+            if await set_within(again, self._patience.rediscover_s if self._sessions else 0.5):
                 await asyncio.sleep(0.1)  # a replica that has just died needs a moment to be listed so
-            except TimeoutError:
-                continue
 
-    async def _ask_front(self, front: str) -> None:
+    async def _ask_front(self, front: str) -> set[str]:
+        """The replicas that a front says serve; none when it doesn't answer (those in use are kept)."""
         try:
             description = await describe(front, timeout_s=self._patience.call_timeout_s)
-            self._listed[front] = set(serving_addresses(front, description))
-            self._reasons.pop(front, None)
-            if not self._listed[front]:
-                self._reasons[front] = "no replica is serving"
         except grpc.aio.AioRpcError as error:
-            # Its replicas may live on and are kept as long as their sessions last.
-            self._listed[front] = set()
             self._reasons[front] = str(reason_of(error))
+            return set()
+        self._reasons.pop(front, None)
+        serving = set(serving_addresses(front, description))
+        if not serving:
+            self._reasons[front] = "no replica is serving"
+        return serving
 
     async def _keep_session(self, address: str) -> None:
-        """One replica's session, opened again while a front lists it."""
-        failures = 0
-        while True:
-            try:
-                await self._new_session(address).run()
-            except SessionLostError as lost:
-                failures = 1 if address in self._sessions else failures + 1
-                self._session_lost(address, lost)
-            if address not in set().union(*self._listed.values()):
-                del self._keepers[address]
-                return
-            await asyncio.sleep(self._patience.backoff_s(failures))
+        """One session to one replica, and the wait before there may be another."""
+        try:
+            await self._new_session(address).run()
+        except SessionLostError as lost:
+            self._session_lost(address, lost)
+        self._losses[address] += 1
+        await asyncio.sleep(self._patience.backoff_s(self._losses[address]))
+        del self._keepers[address]
+        self._ask_fronts_again()
+
+    def _ask_fronts_again(self) -> None:
+        for again in self._ask_again.values():
+            again.set()
 
     def _new_session(self, address: str) -> ReplicaSession:
         return ReplicaSession(
@@ -165,8 +168,6 @@ class Receiver:
         self._reasons[address] = str(lost)
         if lost.fatal:
             raise DeliveryFailedError(f"replica {address} refuses: {lost}")
-        self._rediscover.set()
-        self._listed = {front: listed - {address} for front, listed in self._listed.items()}
         try:
             self._book.lose(address, str(lost), now_s=time.monotonic())
         except ExhaustedError as error:
@@ -183,22 +184,20 @@ class Receiver:
                 request, address = choice
                 self._sessions[address].send_request(request)
             wait_s = self._book.wait_s(now_s=now_s) if self._sessions else None
-            try:
-                await asyncio.wait_for(self._changed.wait(), max(wait_s, 0.01) if wait_s is not None else 1.0)
-            except TimeoutError:
-                continue
+            await set_within(self._changed, max(wait_s, 0.01) if wait_s is not None else 1.0)
 
     # What the sessions tell (SessionOwner).
 
     def session_opened(self, session: ReplicaSession) -> None:
         """A replica is ready."""
         self._sessions[session.address] = session
-        self._reasons.pop(session.address, None)
+        self._reasons.clear()  # they are told while nobody serves, and are old news by then
         self._changed.set()
 
     def batch_received(self, session: ReplicaSession, batch: ReceivedBatch) -> None:
         """A batch is whole: reported, or asked for again when it is damaged or not finite."""
         request = batch.request
+        self._losses.pop(session.address, None)
         if batch.damage:
             self._try_again(request, batch.damage)
         elif not batch.finite and len(request.reasons) + 1 < NONFINITE_ATTEMPTS:
@@ -233,6 +232,17 @@ class Receiver:
             if absent_s > self._patience.absence_timeout_s:
                 raise DeliveryFailedError(f"no replica for {absent_s:.0f} s ({reasons})")
             self._port.send({"kind": "alive", "absent_s": absent_s, "reasons": reasons, "owed": len(self._book)})
+
+
+async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Waits for an event; whether it was set in time.
+
+    Not `asyncio.wait_for`: before Python 3.12 that loses a cancellation which meets the event, and the task lives on.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    return False
 
 
 def ready_message(batch: ReceivedBatch) -> dict[str, Any]:

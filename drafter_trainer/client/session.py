@@ -11,11 +11,13 @@ be taken back when a replica dies.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
+from target_wire.credits import CreditGrants
 from target_wire.errors import RETRYABLE, FrameError, Reason
 from target_wire.framing import BatchFrameView, decode_response
 from target_wire.spec import PROTOCOL_VERSION
@@ -89,18 +91,15 @@ class ReplicaSession:
         self._outbox: asyncio.Queue[pb.StreamHiddenStatesRequest] = asyncio.Queue()
         self._assembly: BatchAssembly | None = None
         self._replica_index = -1
-        self._granted_bytes = 0
-        self._received_bytes = 0
-        self._owed_bytes = 0
+        self._credit = CreditGrants()
         self._heard_s = 0.0
 
     def send_request(self, request: Request) -> None:
         """Grants the request's bytes and asks for it. The session must be open."""
-        if self._owed_bytes == 0:
+        if self._credit.owed_bytes == 0:
             self._heard_s = time.monotonic()  # silence counts from the first thing owed
-        self._owed_bytes += request.payload_bytes
-        self._granted_bytes = max(self._granted_bytes, self._received_bytes + self._owed_bytes)
-        self._outbox.put_nowait(pb.StreamHiddenStatesRequest(credit=pb.Credit(granted_bytes=self._granted_bytes)))
+        granted_bytes = self._credit.request(request.payload_bytes)
+        self._outbox.put_nowait(pb.StreamHiddenStatesRequest(credit=pb.Credit(granted_bytes=granted_bytes)))
         self._outbox.put_nowait(pb.StreamHiddenStatesRequest(batch_request=wire_request(request)))
 
     async def run(self) -> None:
@@ -150,15 +149,17 @@ class ReplicaSession:
             )
 
     async def _write(self, call: Any) -> None:
-        while True:
-            await call.write(await self._outbox.get())
+        # grpc's word for a stream that ended between two messages; `_read` learns why it did.
+        with contextlib.suppress(asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outbox.get())
 
     async def _watch(self) -> None:
         limit_s = self._patience.stall_timeout_s
         while True:
             await asyncio.sleep(min(limit_s / 4, 1.0))
-            if self._owed_bytes > 0 and time.monotonic() - self._heard_s > limit_s:
-                raise SessionLostError(f"silent for {limit_s:g} s with {self._owed_bytes} bytes owed")
+            if self._credit.owed_bytes > 0 and time.monotonic() - self._heard_s > limit_s:
+                raise SessionLostError(f"silent for {limit_s:g} s with {self._credit.owed_bytes} bytes owed")
 
     async def _read(self, call: Any) -> None:
         while True:
@@ -189,8 +190,7 @@ class ReplicaSession:
         batch = self._assembly.add(
             request_id=frame.request_id, offset_bytes=frame.offset_bytes, checksum=frame.crc32c, body=frame.body
         )
-        self._received_bytes += len(frame.body)
-        self._owed_bytes -= len(frame.body)
+        self._credit.receive(len(frame.body))
         if batch is not None:
             self._assembly = None
             self._owner.batch_received(self, batch)
@@ -214,7 +214,7 @@ class ReplicaSession:
 
     def _fail_request(self, failed: pb.BatchFailed) -> None:
         request = self._owed_request(failed.request_id)
-        self._owed_bytes -= request.payload_bytes
+        self._credit.forgive(request.payload_bytes)
         retryable = failed.reason in RETRYABLE
         self._owner.request_failed(self, request, f"{failed.reason}: {failed.detail}", retryable=retryable)
 

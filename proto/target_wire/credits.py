@@ -5,21 +5,22 @@ expensive thing is the forward, not the frame. So the trainer grants bytes, cumu
 the server reserves a batch's exact size before its forward starts.
 
 Pure state machines: no I/O, no clock, no thread safety (each end keeps its object on one thread or loop). Server side
-`CreditLedger`, client side `CreditWindow`; together they keep
+`CreditLedger`, client side `CreditGrants`; together they keep
 
-    spent + reserved <= granted <= spent + window            (server)
-    consumed <= received <= granted = some consumed + window (client)
+    spent + reserved <= granted <= spent + window      (server)
+    received + owed  <= granted                        (client)
 
-A session cannot deadlock when (1) no batch is larger than the window (refused at open), (2) the server reserves in the
-order of the requests, and (3) the trainer consumes a session's batches in the order in which it requested them: then
-all that came before the waiting request is consumed at last, and `CreditWindow.consume` opens the window in full.
+The client grants a request's bytes together with the request, and sends only requests whose memory is free: its free
+memory is the credit, however many streams it has and wherever a request moves when a replica dies. As long as no more
+than a window is owed at a time, no grant goes too far. A session cannot deadlock when (1) no batch is larger than the
+window (refused at open) and (2) the server reserves in the order of the requests: all that is owed is granted.
 """
 
 from __future__ import annotations
 
 from target_wire.errors import Code, Reason, WireError
 
-__all__ = ["CreditLedger", "CreditWindow"]
+__all__ = ["CreditGrants", "CreditLedger"]
 
 
 class CreditLedger:
@@ -111,92 +112,61 @@ class CreditLedger:
         self._reserved_bytes -= payload_bytes
 
 
-class CreditWindow:
-    """The client's account of one session: what may arrive, and when to grant more.
+class CreditGrants:
+    """The client's account of one session: what was granted, what has come, what is still owed."""
 
-    Grants are held back until a quarter of the window has been consumed (measured: returned in quarters they cost
-    nothing), except when nothing received is left to consume: then the window is opened in full, since the server may
-    be waiting for more than three quarters of it.
-
-    For a client of one stream. The trainer has many, and moves requests between them: it grants each request's bytes
-    with the request (`drafter_trainer.client.session`).
-    """
-
-    def __init__(self, window_bytes: int) -> None:
-        if window_bytes < 1:
-            raise ValueError(f"window_bytes {window_bytes}: give at least 1")
-        self._window_bytes = window_bytes
+    def __init__(self) -> None:
         self._granted_bytes = 0
         self._received_bytes = 0
-        self._consumed_bytes = 0
+        self._owed_bytes = 0
 
     @property
-    def window_bytes(self) -> int:
-        """The most bytes ever outstanding: granted and not yet consumed."""
-        return self._window_bytes
+    def owed_bytes(self) -> int:
+        """Bytes asked for that have neither come nor failed."""
+        return self._owed_bytes
 
-    @property
-    def granted_bytes(self) -> int:
-        """The cumulative grant sent last."""
+    def request(self, payload_bytes: int) -> int:
+        """Notes a request; returns the cumulative grant to send before it. It never goes back."""
+        _check_amount(payload_bytes)
+        self._owed_bytes += payload_bytes
+        self._granted_bytes = max(self._granted_bytes, self._received_bytes + self._owed_bytes)
         return self._granted_bytes
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes received and not yet consumed: what the client's memory holds."""
-        return self._received_bytes - self._consumed_bytes
-
-    def open(self) -> int:
-        """Returns the first cumulative grant, the whole window; send it after `open`."""
-        return self._advance()
-
     def receive(self, payload_bytes: int) -> None:
-        """Notes bytes that arrived.
+        """Notes bytes of a request that arrived.
 
         Raises:
-            WireError: CREDIT_INVALID, when the server sent more than was granted. The account is unchanged.
+            WireError: CREDIT_INVALID, when more came than was asked for. The account is unchanged.
         """
         _check_amount(payload_bytes)
-        received = self._received_bytes + payload_bytes
-        if received > self._granted_bytes:
+        if payload_bytes > self._owed_bytes:
             raise WireError(
                 Code.FAILED_PRECONDITION,
                 Reason.CREDIT_INVALID,
-                f"the server sent {received} bytes where {self._granted_bytes} were granted",
+                f"the server sent {payload_bytes} bytes where {self._owed_bytes} are owed",
             )
-        self._received_bytes = received
+        self._received_bytes += payload_bytes
+        self._owed_bytes -= payload_bytes
 
-    def consume(self, payload_bytes: int) -> int | None:
-        """Notes bytes whose memory is free again.
-
-        Returns:
-            The next cumulative grant to send, or None while it is better held back.
-        """
+    def forgive(self, payload_bytes: int) -> None:
+        """Notes a request that failed before its first byte: its grant stays, and the next request uses it up."""
         _check_amount(payload_bytes)
-        if payload_bytes > self.held_bytes:
-            raise ValueError(f"payload_bytes {payload_bytes}: only {self.held_bytes} received bytes are held")
-        self._consumed_bytes += payload_bytes
-        owed = self._consumed_bytes + self._window_bytes - self._granted_bytes
-        if owed * 4 >= self._window_bytes or (owed and not self.held_bytes):
-            return self._advance()
-        return None
+        if payload_bytes > self._owed_bytes:
+            raise ValueError(f"payload_bytes {payload_bytes}: only {self._owed_bytes} bytes are owed")
+        self._owed_bytes -= payload_bytes
 
     def snapshot(self) -> dict[str, int]:
         """Returns the account for metrics and logs."""
         return {
-            "window_bytes": self._window_bytes,
             "granted_bytes": self._granted_bytes,
             "received_bytes": self._received_bytes,
-            "consumed_bytes": self._consumed_bytes,
+            "owed_bytes": self._owed_bytes,
         }
 
     def check_integrity(self) -> None:
         """Asserts the invariant of the module; for tests and idle moments."""
-        assert self._consumed_bytes <= self._received_bytes <= self._granted_bytes, self.snapshot()
-        assert self._granted_bytes <= self._consumed_bytes + self._window_bytes, self.snapshot()
-
-    def _advance(self) -> int:
-        self._granted_bytes = self._consumed_bytes + self._window_bytes
-        return self._granted_bytes
+        assert self._owed_bytes >= 0, self.snapshot()
+        assert self._received_bytes + self._owed_bytes <= self._granted_bytes, self.snapshot()
 
 
 def _check_amount(payload_bytes: int) -> None:

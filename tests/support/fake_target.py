@@ -110,11 +110,21 @@ class FakeTarget:
         replicas: How many data endpoints.
         fault: What happens to each answer.
         advertise: How a replica's port is written in DescribeTarget.
+        port: Of the front; 0 takes a free one.
+        digest: Of the weights, as the front says.
     """
 
     def __init__(
-        self, *, replicas: int = 1, fault: Fault = honest, advertise: Callable[[int], str] = "127.0.0.1:{}".format
+        self,
+        *,
+        replicas: int = 1,
+        fault: Fault = honest,
+        advertise: Callable[[int], str] = "127.0.0.1:{}".format,
+        port: int = 0,
+        digest: str = DIGEST,
     ) -> None:
+        self._port = port
+        self._digest = digest
         self.fault = fault
         self.address = ""
         self.asked: list[Asked] = []
@@ -136,10 +146,14 @@ class FakeTarget:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._run(self._stop())
+        self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         self._loop.close()
+
+    def stop(self) -> None:
+        """Front and replicas go away at once; what they have counted stays."""
+        self._run(self._stop())
 
     def _run(self, work: Any) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
@@ -147,19 +161,20 @@ class FakeTarget:
     async def _start(self) -> None:
         for index in range(self._replicas):
             self._ports.append(await self._serve(self._replica_handler(index)))
-        port = await self._serve(self._front_handler())
+        port = await self._serve(self._front_handler(), self._port)
         self.address = f"127.0.0.1:{port}"
 
-    async def _serve(self, handler: grpc.GenericRpcHandler) -> int:
+    async def _serve(self, handler: grpc.GenericRpcHandler, port: int = 0) -> int:
         server = grpc.aio.server(options=server_options())
         server.add_generic_rpc_handlers((handler,))
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
         self._servers.append(server)
         return port
 
     async def _stop(self) -> None:
         await asyncio.gather(*(server.stop(0) for server in self._servers))
+        self._servers.clear()
 
     def _front_handler(self) -> grpc.GenericRpcHandler:
         async def describe(request: pb.DescribeTargetRequest, context: Any) -> pb.DescribeTargetResponse:
@@ -189,7 +204,7 @@ class FakeTarget:
         return pb.DescribeTargetResponse(
             protocol_version=1,
             model=model,
-            version=pb.TargetVersion(number=1, digest=DIGEST),
+            version=pb.TargetVersion(number=1, digest=self._digest),
             replicas=replicas,
             max_batch_token_count=4096,
             max_sequence_token_count=4096,

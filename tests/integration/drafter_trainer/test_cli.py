@@ -164,6 +164,12 @@ def test_print_plan_shows_the_same_order_each_time(prepared, capsys):
     assert int(rows[0][2]) == sum(int(sample.split(":")[1]) for sample in rows[0][3:])
 
 
+@pytest.mark.parametrize("what", [["--print-plan", "2"], ["--dry-run", "--target.addresses", "a:1", "--run.dir", "r"]])
+def test_a_batch_below_the_longest_sample_is_told_before_anything_else(what, prepared, capsys):
+    line = refused(capsys, "train", "--data.path", prepared, "--batch.max_tokens", 4, *what)
+    assert line.startswith("batch.max_tokens: 4: the longest sample has ")
+
+
 def test_dry_run_says_what_would_be_done_and_makes_nothing(prepared, tmp_path, capsys):
     argv = ["train", "--target.addresses", "nowhere:1", "--run.dir", str(tmp_path / "run"), "--dry-run"]
     assert run_cli(*argv, "--data.path", prepared, "--batch.max_sequences", "4", "--run.epochs", "2") == 0

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
 from target_wire.v1 import target_pb2 as pb
 
 from drafter_trainer.client.addresses import check_address
-from drafter_trainer.client.discovery import TargetAbsentError, replica_address, serving_addresses, wait_for_target
+from drafter_trainer.client.discovery import (
+    TargetAbsentError,
+    TargetsDifferError,
+    replica_address,
+    serving_addresses,
+    wait_for_target,
+)
 from tests.support.fake_target import FakeTarget
 
 
@@ -61,3 +68,21 @@ def test_the_first_front_that_answers_is_taken() -> None:
         described = wait_for_target(["127.0.0.1:1", target.address], timeout_s=30, say=lambda line: None)
     assert described.address == target.address
     assert described.response.model.architecture == "Fake"
+
+
+def test_a_silent_front_delays_an_answer_by_one_call_at_most() -> None:
+    with FakeTarget() as target, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        addresses = [f"127.0.0.1:{silent.getsockname()[1]}", target.address]
+        started_s = time.monotonic()
+        described = wait_for_target(addresses, timeout_s=30, say=lambda line: None, call_timeout_s=1.0)
+        assert time.monotonic() - started_s < 5
+    assert described.address == target.address
+
+
+def test_servers_of_different_targets_are_refused() -> None:  # I3
+    with FakeTarget() as one, FakeTarget(digest="other") as other, FakeTarget() as same:
+        wait_for_target([one.address, same.address], timeout_s=30, say=lambda line: None)
+        with pytest.raises(TargetsDifferError, match=rf"{one.address} serves 0123.* and {other.address} serves other"):
+            wait_for_target([one.address, other.address], timeout_s=30, say=lambda line: None)

@@ -7,79 +7,96 @@ import random
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from target_wire.credits import CreditLedger, CreditWindow
+from target_wire.credits import CreditGrants, CreditLedger
 from target_wire.errors import Code, Reason, WireError
 
 
 class Session:
     """Both ends of one session and the wires between them, one step at a time.
 
-    The server reserves in the order of the requests and may send what it reserved in any order; the trainer consumes
-    in the order of its requests. Every step that is possible may happen next.
+    The trainer asks for a batch when the window has room for it; the server reserves in the order of the requests, may
+    answer what it reserved in any order, and may fail some. Every step that is possible may happen next.
     """
 
     def __init__(self, window_bytes: int, batches: list[int], chance: random.Random) -> None:
+        self.window_bytes = window_bytes
         self.batches = batches
         self.chance = chance
         self.ledger = CreditLedger(window_bytes)
-        self.window = CreditWindow(window_bytes)
-        self.grants = [self.window.open()]  # on their way to the server
-        self.reserved: list[int] = []  # indices of batches
-        self.sent: list[int] = []  # on their way to the trainer
-        self.received: set[int] = set()
-        self.next_reserved = self.next_consumed = 0
-        self.most_held = 0
+        self.grants = CreditGrants()
+        self.upstream: list[tuple[str, int]] = []  # grants and requests, on their way to the server in order
+        self.queued: list[int] = []  # indices of batches at the server
+        self.reserved: list[int] = []
+        self.downstream: list[tuple[str, int]] = []  # answers on their way to the trainer
+        self.held: list[int] = []  # received and not yet consumed
+        self.asked = self.answered = 0
 
     def run(self) -> None:
-        while self.next_consumed < len(self.batches):
+        while self.answered < len(self.batches) or self.held:
             steps = self.possible_steps()
-            assert steps, f"deadlock at batch {self.next_consumed}: {self.ledger.snapshot()} {self.window.snapshot()}"
+            assert steps, f"deadlock after {self.answered} answers: {self.ledger.snapshot()} {self.grants.snapshot()}"
             self.chance.choice(steps)()
             self.ledger.check_integrity()
-            self.window.check_integrity()
-            self.most_held = max(self.most_held, self.bytes_in_flight())
+            self.grants.check_integrity()
+            assert self.bytes_in_memory() <= self.window_bytes
 
-    def bytes_in_flight(self) -> int:
-        return sum(self.batches[i] for i in [*self.reserved, *self.sent]) + self.window.held_bytes
+    def bytes_in_memory(self) -> int:
+        """What the trainer's memory holds or is reserved for."""
+        return self.grants.owed_bytes + sum(self.batches[index] for index in self.held)
 
     def possible_steps(self) -> list:
         steps = []
-        if self.grants:
-            steps.append(self.deliver_grant)
-        if self.next_reserved < len(self.batches) and self.ledger.reserve(self.batches[self.next_reserved]):
-            self.ledger.release(self.batches[self.next_reserved])
+        if self.asked < len(self.batches) and self.bytes_in_memory() + self.batches[self.asked] <= self.window_bytes:
+            steps.append(self.ask)
+        if self.upstream:
+            steps.append(self.deliver_up)
+        if self.queued and self.ledger.available_bytes >= self.batches[self.queued[0]]:
             steps.append(self.reserve)
         if self.reserved:
-            steps.append(self.send)
-        if self.sent:
-            steps.append(self.deliver_batch)
-        if self.next_consumed in self.received:
+            steps += [self.send, self.fail]
+        if self.downstream:
+            steps.append(self.deliver_down)
+        if self.held:
             steps.append(self.consume)
         return steps
 
-    def deliver_grant(self) -> None:
-        self.ledger.grant(self.grants.pop(0))
+    def ask(self) -> None:
+        self.upstream.append(("grant", self.grants.request(self.batches[self.asked])))
+        self.upstream.append(("request", self.asked))
+        self.asked += 1
+
+    def deliver_up(self) -> None:
+        kind, value = self.upstream.pop(0)
+        if kind == "grant":
+            self.ledger.grant(value)
+        else:
+            self.queued.append(value)
 
     def reserve(self) -> None:
-        assert self.ledger.reserve(self.batches[self.next_reserved])
-        self.reserved.append(self.next_reserved)
-        self.next_reserved += 1
+        assert self.ledger.reserve(self.batches[self.queued[0]])
+        self.reserved.append(self.queued.pop(0))
 
     def send(self) -> None:
         index = self.reserved.pop(self.chance.randrange(len(self.reserved)))
         self.ledger.spend(self.batches[index])
-        self.sent.append(index)
+        self.downstream.append(("batch", index))
 
-    def deliver_batch(self) -> None:
-        index = self.sent.pop(0)
-        self.window.receive(self.batches[index])
-        self.received.add(index)
+    def fail(self) -> None:
+        index = self.reserved.pop(self.chance.randrange(len(self.reserved)))
+        self.ledger.release(self.batches[index])
+        self.downstream.append(("failed", index))
+
+    def deliver_down(self) -> None:
+        kind, index = self.downstream.pop(0)
+        self.answered += 1
+        if kind == "batch":
+            self.grants.receive(self.batches[index])
+            self.held.append(index)
+        else:
+            self.grants.forgive(self.batches[index])
 
     def consume(self) -> None:
-        grant = self.window.consume(self.batches[self.next_consumed])
-        self.next_consumed += 1
-        if grant is not None:
-            self.grants.append(grant)
+        self.held.pop(self.chance.randrange(len(self.held)))
 
 
 @st.composite
@@ -89,44 +106,24 @@ def sessions(draw: st.DrawFn) -> tuple[int, list[int]]:
 
 
 @given(sessions(), st.integers(0, 1 << 32))
-@example((100, [10, 95]), 0)  # less than a quarter is owed while the next batch needs more than the rest
+@example((100, [10, 95]), 0)
 @example((1, [1, 1, 1]), 0)
 @example((7, [7] * 10), 0)
-def test_session_conserves_credit_and_never_deadlocks(session: tuple[int, list[int]], seed: int) -> None:
+def test_no_grant_goes_too_far_and_no_session_deadlocks(session: tuple[int, list[int]], seed: int) -> None:
     window, batches = session
     ends = Session(window, batches, random.Random(seed))
     ends.run()
-    assert ends.most_held <= window
-    total = sum(batches)
-    assert ends.ledger.snapshot()["spent_bytes"] == total
-    assert ends.window.snapshot()["consumed_bytes"] == total
+    assert ends.grants.owed_bytes == 0
+    assert ends.ledger.snapshot()["spent_bytes"] == ends.grants.snapshot()["received_bytes"]
 
 
-@given(st.integers(4, 1000), st.integers(1, 1 << 32))
-def test_grants_come_in_quarters_while_batches_wait(window: int, seed: int) -> None:
-    chance = random.Random(seed)
-    client = CreditWindow(window)
-    client.receive(client.open())
-    last = client.granted_bytes
-    while client.held_bytes > 1:
-        grant = client.consume(chance.randint(1, client.held_bytes - 1))
-        if grant is not None:
-            assert (grant - last) * 4 >= window
-            last = grant
-
-
-def test_the_last_byte_consumed_opens_the_window_in_full() -> None:
-    client = CreditWindow(100)
-    client.open()
-    client.receive(10)
-    assert client.consume(4) is None
-    assert client.consume(6) == 110
-
-
-def test_consuming_nothing_grants_nothing() -> None:
-    client = CreditWindow(100)
-    client.open()
-    assert client.consume(0) is None
+def test_what_a_failed_request_was_granted_is_used_up_by_the_next() -> None:
+    grants = CreditGrants()
+    assert grants.request(60) == 60
+    grants.forgive(60)
+    assert grants.request(50) == 60
+    grants.receive(50)
+    assert grants.request(20) == 70
 
 
 def test_grant_repeated_does_no_harm() -> None:
@@ -185,33 +182,31 @@ def test_frames_of_a_batch_are_spent_one_by_one() -> None:
         ledger.spend(1)
 
 
-def test_bytes_without_credit_are_a_broken_protocol() -> None:
-    client = CreditWindow(100)
-    client.open()
-    client.receive(60)
-    with pytest.raises(WireError, match="the server sent 101 bytes where 100 were granted") as caught:
-        client.receive(41)
+def test_bytes_that_nobody_asked_for_are_a_broken_protocol() -> None:
+    grants = CreditGrants()
+    grants.request(100)
+    grants.receive(60)
+    with pytest.raises(WireError, match="the server sent 41 bytes where 40 are owed") as caught:
+        grants.receive(41)
     assert caught.value.reason is Reason.CREDIT_INVALID
-    assert client.held_bytes == 60
+    assert grants.owed_bytes == 40
 
 
-def test_only_received_bytes_can_be_consumed() -> None:
-    client = CreditWindow(100)
-    client.open()
-    client.receive(5)
-    with pytest.raises(ValueError, match="only 5 received bytes are held"):
-        client.consume(6)
+def test_no_more_is_forgiven_than_is_owed() -> None:
+    grants = CreditGrants()
+    grants.request(5)
+    with pytest.raises(ValueError, match="only 5 bytes are owed"):
+        grants.forgive(6)
 
 
-@pytest.mark.parametrize("end", [CreditLedger, CreditWindow])
 @pytest.mark.parametrize("window", [0, -1])
-def test_window_without_room_is_refused(end: type, window: int) -> None:
+def test_window_without_room_is_refused(window: int) -> None:
     with pytest.raises(ValueError, match=f"window_bytes {window}: give at least 1"):
-        end(window)
+        CreditLedger(window)
 
 
 def test_negative_amounts_are_refused() -> None:
-    ledger, client = CreditLedger(10), CreditWindow(10)
-    for change in (ledger.reserve, ledger.spend, ledger.release, client.receive, client.consume):
+    ledger, grants = CreditLedger(10), CreditGrants()
+    for change in (ledger.reserve, ledger.spend, ledger.release, grants.request, grants.receive, grants.forgive):
         with pytest.raises(ValueError, match="payload_bytes -1: give at least 0"):
             change(-1)
