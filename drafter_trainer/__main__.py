@@ -1,4 +1,4 @@
-"""drafter-trainer: one command, five verbs.
+"""drafter-trainer: one command, six verbs.
 
 Owns the exit code: 0 done, 2 a mistake in what the user gave (one line on stderr), 1 anything else. Each verb lies in a
 module of its own and is imported when it's asked for, so that help and mistakes don't wait for torch.

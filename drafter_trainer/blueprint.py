@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # A server under one of these is on this machine and needs CPU too.
 LOOPBACK_PREFIXES = ("127.", "localhost:", "[::1]:", "unix:")
 # Settings of these sections that bound memory or patience and don't change what is learned.
-HARMLESS_SETTINGS = frozenset({"chunk_rows", "max_skipped_steps"})
+HARMLESS_SETTINGS = frozenset({"chunk_rows", "max_skipped_steps", "spike_factor"})
 WIRE_DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
 
 

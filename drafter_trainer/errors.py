@@ -7,7 +7,7 @@ Owns what can go wrong in words a user can act on. Standard library only: everyt
     ├── TargetUnavailableError          no server or replica answered within its deadline
     ├── TargetChangedError              the target now has another shape; the run can't go on with it
     ├── BatchFailedError                one batch failed on every attempt it was allowed
-    ├── NonFiniteError                  too many steps in a row without a finite gradient
+    ├── NonFiniteError                  too many steps in a row with something not finite
     └── CheckpointError                 no checkpoint could be written or read
 
 Only `UserError` means that the user should change something they typed. Retries happen below these: whoever raises one
@@ -61,7 +61,7 @@ class BatchFailedError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """Too many steps in a row had no finite gradient."""
+    """Too many steps in a row had something that isn't finite."""
 
 
 class CheckpointError(TrainerError):

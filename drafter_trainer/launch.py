@@ -17,6 +17,7 @@ from drafter_trainer.client.delivery import Delivery
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.dataset import TokenDataset
 from drafter_trainer.devices import pin_host_memory
+from drafter_trainer.dump import DumpWriter
 from drafter_trainer.errors import TrainerError, UserError
 from drafter_trainer.feature_cache import CachedSource
 from drafter_trainer.feed import BatchSource, Feed, FeedSettings
@@ -102,14 +103,18 @@ def open_delivery(blueprint: Blueprint, should_stop: Callable[[], bool]) -> Deli
 def build_heads(blueprint: Blueprint) -> HeadShelf:
     """The target's frozen ends."""
     machine = blueprint.machine
-    architecture = blueprint.target.described.response.model.architecture
     return HeadShelf(
         blueprint.config.target.addresses,
         cache_dir=blueprint.run_dir.heads,
         device=machine.device,
         dtype=machine.compute_dtype,
-        final_norm_offset=final_norm_offset(architecture) or 0.0,
+        final_norm_offset=norm_offset(blueprint),
     )
+
+
+def norm_offset(blueprint: Blueprint) -> float:
+    """What the served target adds to its final norm's stored gain; matters where its distribution is wanted."""
+    return final_norm_offset(blueprint.target.described.response.model.architecture) or 0.0
 
 
 def build_loop(
@@ -138,9 +143,21 @@ def build_loop(
         ranks=machine.ranks,
         settings=step_settings(blueprint),
         average=learner.average,
+        on_bad=dump_writer(blueprint, learner),
     )
     return TrainLoop(
         engine, feed=feed, guard=learner.guard, ranks=machine.ranks, watcher=recorder, settings=blueprint.loop
+    )
+
+
+def dump_writer(blueprint: Blueprint, learner: Learner) -> DumpWriter:
+    """Keeps what made something not finite."""
+    return DumpWriter(
+        blueprint.run_dir.bad,
+        drafter=learner.drafter,
+        settings=step_settings(blueprint),
+        heads_dir=blueprint.run_dir.heads,
+        most=blueprint.config.run.keep_dumps,
     )
 
 
@@ -165,6 +182,7 @@ def step_settings(blueprint: Blueprint) -> StepSettings:
         chunk_rows=config.loss.chunk_rows,
         sampler=build_sampler(blueprint),
         distillation=build_distillation(blueprint),
+        final_norm_offset=norm_offset(blueprint),
         compute_dtype=machine.compute_dtype,
         device=machine.device,
     )

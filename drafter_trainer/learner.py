@@ -107,9 +107,7 @@ def build_learner(blueprint: Blueprint, heads: HeadShelf, saved: Checkpoint | No
     if average is not None and (saved is None or saved.average is None):
         average.restart()
     guard = StepGuard(
-        max_in_a_row=config.optim.max_skipped_steps,
-        skipped=counters.get("skipped", 0),
-        in_a_row=counters.get("skipped_in_a_row", 0),
+        max_in_a_row=config.optim.max_skipped_steps, spike_factor=config.optim.spike_factor, counters=counters
     )
     return Learner(drafter=drafter, optimizer=optimizer, average=average, guard=guard, progress=progress)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import os
 from collections.abc import Iterable, Sequence
 
@@ -51,6 +52,16 @@ class Ranks:
         everyone = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(everyone, mine)
         return [tensor.tolist() for tensor in everyone]
+
+    def gather_texts(self, texts: Sequence[str]) -> list[str]:
+        """Every rank's texts, in rank order; ranks may give different numbers of them."""
+        if self.num_ranks == 1:
+            return list(texts)
+        mine = json.dumps(list(texts)).encode()
+        sizes = [int(row[0]) for row in self.gather([len(mine)])]
+        rows = self.gather([*mine, *[0] * (max(sizes) - len(mine))])
+        everyones = (json.loads(bytes(map(int, row[:size]))) for row, size in zip(rows, sizes, strict=True))
+        return [text for texts_of_one in everyones for text in texts_of_one]
 
     def sum(self, value: float) -> float:
         """The sum over ranks, in rank order."""

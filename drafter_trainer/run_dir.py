@@ -7,6 +7,7 @@ consumed-rank-N.jsonl  which samples rank N trained, one object a step
 checkpoints/         step-N/ and latest
 heads/               the target's head, by version digest
 tensorboard/
+bad/                 batches that were not finite, to replay
 summary.json         how it ended
 """
 
@@ -51,6 +52,11 @@ class RunDir:
     def heads(self) -> Path:
         """The target's head, by version."""
         return self.root / "heads"
+
+    @property
+    def bad(self) -> Path:
+        """Batches that made something not finite."""
+        return self.root / "bad"
 
     @property
     def tensorboard(self) -> Path:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from drafter_trainer.anchors import Anchors, draw_anchors
 from drafter_trainer.ema import WeightAverage
@@ -25,11 +28,12 @@ from drafter_trainer.loss import BlockTargets, Distillation, LossOutput, build_b
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import DrafterOptimizer
 from drafter_trainer.parallel import Ranks
+from drafter_trainer.tally import BadKind, Culprit, StepSums
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 from drafter_trainer.vocabulary import VocabSampler
 from drafter_trainer.walk import simulate_acceptance
 
-__all__ = ["StepEngine", "StepOutcome", "StepSettings", "StepSums"]
+__all__ = ["BadBatch", "StepEngine", "StepOutcome", "StepSettings"]
 
 # The simulation walks this much of a step's first batch: enough to follow a curve, too little to slow training. An
 # untrained drafter advances one token a round.
@@ -50,6 +54,8 @@ class StepSettings:
     sampler: VocabSampler | None
     """Draws the head's rows in the softmax; None takes all."""
     distillation: Distillation | None = None
+    final_norm_offset: float = 0.0
+    """Of the target's head; only dumps need it here."""
     compute_dtype: torch.dtype
     """Type of products; weights are fp32."""
     device: torch.device
@@ -64,72 +70,6 @@ class PreparedMicroBatch:
     targets: BlockTargets
 
 
-@dataclasses.dataclass
-class StepSums:
-    """Sums over this rank's micro-batches of one step; exchanged as one row of doubles."""
-
-    block_size: int
-    loss: float = 0.0
-    bad_batches: int = 0
-    tokens: int = 0
-    prefix: float = 0.0
-    blocks: int = 0
-    wait_s: float = 0.0
-    epoch: int = 0
-    correct: list[float] = dataclasses.field(default_factory=list)
-    valid: list[float] = dataclasses.field(default_factory=list)
-    versions: set[int] = dataclasses.field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.correct = self.correct or [0.0] * (self.block_size - 1)
-        self.valid = self.valid or [0.0] * (self.block_size - 1)
-
-    def add(self, fed: FedBatch, output: LossOutput) -> None:
-        """Counts a batch in. Reads the device once."""
-        correct_AK, valid_AK = output.correct_AK[:, 1:], output.valid_AK[:, 1:]
-        prefix_A = (correct_AK & valid_AK).to(torch.int64).cumprod(1).sum(1)
-        supervised_A = valid_AK.any(1)
-        counts = torch.stack([(correct_AK & valid_AK).sum(0), valid_AK.sum(0)]).double()
-        totals = torch.stack([(1 + prefix_A[supervised_A]).sum(), supervised_A.sum()]).double()
-        row = torch.cat([output.loss_sum.detach().double()[None], totals, counts.flatten()]).tolist()
-        slots = self.block_size - 1
-        self.loss += row[0]
-        self.prefix += row[1]
-        self.blocks += int(row[2])
-        self.correct = [a + b for a, b in zip(self.correct, row[3 : 3 + slots], strict=True)]
-        self.valid = [a + b for a, b in zip(self.valid, row[3 + slots :], strict=True)]
-        self.tokens += sum(fed.batch.micro.lengths)
-        self.epoch = max(self.epoch, fed.batch.micro.epoch)
-        self.bad_batches += not fed.finite
-        self.versions.add(fed.batch.target_version.number)
-
-    def row(self) -> list[float]:
-        """The sums as numbers to exchange; versions as the lowest and the highest (0: none)."""
-        lasting = [self.wait_s, float(self.epoch)]
-        versions = [float(min(self.versions, default=0)), float(max(self.versions, default=0))]
-        plain = [self.loss, float(self.bad_batches), float(self.tokens), self.prefix, float(self.blocks)]
-        return [*lasting, *versions, *plain, *self.correct, *self.valid]
-
-    @classmethod
-    def over_ranks(cls, rows: Sequence[Sequence[float]], block_size: int) -> StepSums:
-        """The sums over all ranks, in rank order; the longest wait and the latest epoch of any."""
-        wait_s, epoch = (max(column) for column in zip(*(row[:2] for row in rows), strict=True))
-        loss, bad, tokens, prefix, blocks, *slots = (sum(column) for column in zip(*(r[4:] for r in rows), strict=True))
-        return cls(
-            block_size=block_size,
-            loss=loss,
-            bad_batches=int(bad),
-            tokens=int(tokens),
-            prefix=prefix,
-            blocks=int(blocks),
-            wait_s=wait_s,
-            epoch=int(epoch),
-            correct=slots[: block_size - 1],
-            valid=slots[block_size - 1 :],
-            versions={int(version) for row in rows for version in row[2:4] if version},
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOutcome:
     """One step over all ranks, before it's judged by people."""
@@ -141,7 +81,23 @@ class StepOutcome:
     lr: float
     bad: str
     """Why the step was left out; empty when it was made (or had nothing to supervise)."""
+    culprits: tuple[Culprit, ...] = ()
+    """Of a step left out: the micro-batches of all ranks that were not finite."""
     accept_len: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BadBatch:
+    """A micro-batch that made something not finite, with all that is needed to do it again."""
+
+    step: int
+    fed: FedBatch
+    """Valid only while it's reported."""
+    prepared: PreparedMicroBatch
+    loss_sum: float
+    weight_sum: float
+    """Of the whole step."""
+    culprit: Culprit
 
 
 class Heads(Protocol):
@@ -162,6 +118,7 @@ class StepEngine:
         ranks: Whom to agree with.
         settings: The arithmetic's settings.
         average: Follows the weights after each step that was made; acceptance is simulated with it.
+        on_bad: Told of a micro-batch that made something not finite, before the next one is taken.
     """
 
     def __init__(
@@ -174,6 +131,7 @@ class StepEngine:
         ranks: Ranks,
         settings: StepSettings,
         average: WeightAverage | None = None,
+        on_bad: Callable[[BadBatch], None] = lambda bad: None,
     ) -> None:
         self.drafter = drafter
         self.optimizer = optimizer
@@ -182,6 +140,7 @@ class StepEngine:
         self._ranks = ranks
         self._settings = settings
         self._average = average
+        self._on_bad = on_bad
 
     def step(self, step: int, micros: Sequence[MicroBatch], *, simulate: bool) -> StepOutcome:
         """Trains this rank's micro-batches of one step; they are the feed's next ones.
@@ -196,15 +155,23 @@ class StepEngine:
         weight_sum = self._ranks.sum(sum(item.targets.weight_sum for item in prepared))
         sums = StepSums(block_size=self._settings.block_size)
         accept_len = None
+        culprits: list[Culprit] = []
         for number, item in enumerate(prepared):
             with self._feed.next_batch() as fed:
                 if simulate and number == 0 and fed.finite:
                     accept_len = self._simulate(fed)
-                sums.add(fed, self._forward_backward(fed, item, weight_sum))
+                output = self._forward_backward(fed, item, weight_sum)
+                kind = sums.add(fed, output, self._gradient_size())
+                if kind is not None:
+                    bad = self._describe(step, fed, item, output, weight_sum, kind)
+                    culprits.append(bad.culprit)
+                    self._on_bad(bad)
         sums.wait_s = self._feed.take_wait_s()
         self._ranks.sum_gradients(p for p in self.drafter.parameters() if p.requires_grad)
         total = StepSums.over_ranks(self._ranks.gather(sums.row()), self._settings.block_size)
-        return self._update(total, weight_sum, accept_len)
+        outcome = self._update(total, weight_sum, accept_len)
+        # Every rank knows by now whether the step is bad, so all take part in this.
+        return dataclasses.replace(outcome, culprits=self._everyones(culprits)) if outcome.bad else outcome
 
     def _prepare(self, micro: MicroBatch) -> PreparedMicroBatch:
         settings = self._settings
@@ -228,17 +195,52 @@ class StepEngine:
         (output.loss_sum / max(weight_sum, torch.finfo(torch.float32).tiny)).backward()  # type: ignore[no-untyped-call]
         return output
 
+    def _gradient_size(self) -> Tensor:
+        """A scalar that is finite when all gradients are; of sharded ones this rank's part. Doesn't wait."""
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        if not local:
+            return torch.zeros(())
+        return torch.stack(torch._foreach_norm(local, math.inf)).amax()
+
+    def _describe(
+        self,
+        step: int,
+        fed: FedBatch,
+        item: PreparedMicroBatch,
+        output: LossOutput,
+        weight_sum: float,
+        kind: BadKind,
+    ) -> BadBatch:
+        loss_sum = float(output.loss_sum.detach())
+        said = "the target marked its features as not finite" if not fed.finite else "its features are not finite"
+        details = {"features": said, "loss": f"its loss is {loss_sum}", "gradient": "its gradient is not finite"}
+        culprit = Culprit(
+            rank=self._ranks.rank,
+            position=item.micro.position,
+            sample_ids=tuple(item.micro.sample_ids),
+            replica_index=fed.batch.replica_index,
+            version=fed.batch.target_version.number,
+            kind=kind,
+            detail=details[kind],
+        )
+        return BadBatch(step=step, fed=fed, prepared=item, loss_sum=loss_sum, weight_sum=weight_sum, culprit=culprit)
+
+    def _everyones(self, culprits: Sequence[Culprit]) -> tuple[Culprit, ...]:
+        texts = self._ranks.gather_texts([culprit.to_json() for culprit in culprits])
+        return tuple(Culprit.from_json(text) for text in texts)
+
     def _update(self, sums: StepSums, weight_sum: float, accept_len: float | None) -> StepOutcome:
         loss = sums.loss / weight_sum if weight_sum else 0.0
         lr = self.optimizer.lr
-        bad = bad_step_reason(bad_batches=sums.bad_batches, loss=loss, grad_norm=0.0)
+        bad = bad_step_reason(bad=sums.bad, loss=loss, grad_norm=0.0)
         grad_norm = float("nan")
         if bad or not weight_sum:
             self.drafter.zero_grad(set_to_none=True)
         else:
             result = self.optimizer.step()
             grad_norm = result.grad_norm
-            bad = bad_step_reason(bad_batches=0, loss=loss, grad_norm=grad_norm)
+            bad = bad_step_reason(bad={}, loss=loss, grad_norm=grad_norm)
             if self._average is not None and not result.skipped:
                 self._average.update()
         return StepOutcome(

@@ -128,9 +128,9 @@ class TrainLoop:
 
     def _judge(self, outcome: StepOutcome, step: int, positions: range) -> None:
         if outcome.bad:
-            self._guard.bad(step=step, positions=positions, reason=outcome.bad)
+            self._guard.bad(step=step, positions=positions, reason=outcome.bad, culprits=outcome.culprits)
         else:
-            self._guard.good()
+            self._guard.good(step=step, loss=outcome.loss if outcome.weight_sum else None)
 
 
 def step_metrics(progress: Progress, outcome: StepOutcome, *, step_s: float, skipped: int) -> StepMetrics:

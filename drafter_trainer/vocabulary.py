@@ -30,7 +30,11 @@ def all_rows(head: TargetHead) -> HeadRows:
 
 
 class VocabSampler:
-    """Draws the head's rows for one micro-batch at a time."""
+    """Draws the head's rows for one micro-batch at a time.
+
+    Attributes:
+        rows, seed, always: As given.
+    """
 
     def __init__(self, *, rows: int, seed: int, always: Tensor | None = None) -> None:
         """Set up the draws.
@@ -40,8 +44,8 @@ class VocabSampler:
             seed: The run's seed.
             always: Token ids that are in every draw, int64, any order.
         """
-        self._rows, self._seed = rows, seed
-        self._always = torch.empty(0, dtype=torch.int64) if always is None else always.cpu()
+        self.rows, self.seed = rows, seed
+        self.always = torch.empty(0, dtype=torch.int64) if always is None else always.cpu()
 
     def draw(self, head: TargetHead, label_R: Tensor, *, position: int) -> tuple[HeadRows, Tensor]:
         """Draw for one micro-batch.
@@ -56,11 +60,11 @@ class VocabSampler:
         """
         vocab = head.vocab_size
         surely = torch.zeros(vocab, dtype=torch.bool)
-        surely[self._always] = True
+        surely[self.always] = True
         surely[label_R.cpu()] = True
         others = (~surely).nonzero()[:, 0]
-        count = min(len(others), max(self._rows - (vocab - len(others)), self._rows // 4))
-        keys = np.random.default_rng([self._seed, position]).random(len(others))
+        count = min(len(others), max(self.rows - (vocab - len(others)), self.rows // 4))
+        keys = np.random.default_rng([self.seed, position]).random(len(others))
         drawn = others[torch.from_numpy(np.argsort(keys, kind="stable")[:count])]
         ids_S = torch.cat([surely.nonzero()[:, 0], drawn]).sort().values
         importance_S = torch.zeros(len(ids_S)).where(surely[ids_S], math.log(max(len(others), 1) / max(count, 1)))

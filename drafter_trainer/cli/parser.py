@@ -51,6 +51,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     _add_evaluate(verbs)
     _add_export(verbs)
     _add_inspect(verbs)
+    _add_replay(verbs)
     return parser
 
 
@@ -99,3 +100,11 @@ def _add_inspect(verbs: Any) -> None:
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.add_argument("--sample", type=int, metavar="ID", help="of a prepared dataset: show one sample, answers marked")
     verb.add_argument("--tokenizer", type=Path, metavar="DIR", help="the target's, to show a sample as text")
+
+
+def _add_replay(verbs: Any) -> None:
+    verb = _add_verb(verbs, "replay", "Do a dumped batch again; say where it stops being finite.", with_settings=False)
+    verb.add_argument("dump", type=Path, metavar="DUMP", help="a directory under run.dir/bad")
+    verb.add_argument("--checkpoint", type=Path, metavar="DIR", help="take the weights of this checkpoint instead")
+    verb.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")

@@ -219,7 +219,9 @@ class OptimSection(Section):
     """Keep a moving average of the weights with this decay (such as 0.999); it is what is evaluated and exported. None
     keeps none."""
     max_skipped_steps: int = Field(default=10, ge=1)
-    """Steps in a row without a finite gradient before the run stops."""
+    """Steps in a row with something not finite before the run stops."""
+    spike_factor: float | None = Field(default=2.0, gt=1)
+    """Warn of a loss this many times the median of the 100 steps before; none warns of none."""
 
 
 class RunSection(Section):
@@ -246,6 +248,8 @@ class RunSection(Section):
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Newest checkpoints that are kept."""
+    keep_dumps: int = Field(default=3, ge=0)
+    """Batches with something not finite that are kept in run.dir/bad for `replay`; each with the drafter's weights."""
     log_every_steps: int = Field(default=10, ge=1)
     """Steps between lines on the console; the metrics file has every step."""
     resume: Literal["auto", "never", "require"] = "auto"

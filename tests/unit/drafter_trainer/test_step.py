@@ -2,111 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.feed import FedBatch
-from drafter_trainer.head import TargetHead
-from drafter_trainer.optim import OptimSettings, build_optimizer
-from drafter_trainer.parallel import Ranks
-from drafter_trainer.step import SIMULATED_TOKENS, StepEngine, StepOutcome, StepSettings, simulated_part
+from drafter_trainer.step import SIMULATED_TOKENS, simulated_part
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
-from tests.support.drafters import random_drafter, random_head, random_micro, tiny_config
-
-CONFIG: DrafterConfig = tiny_config()
-SETTINGS = StepSettings(
-    seed=3,
-    num_anchors=6,
-    block_size=CONFIG.block_size,
-    gamma=4.0,
-    dpace_alpha=None,
-    chunk_rows=16,
-    sampler=None,
-    compute_dtype=torch.float32,
-    device=torch.device("cpu"),
-)
-
-
-class Batches:
-    """Stands in for a feed."""
-
-    def __init__(self, batches: list[FedBatch]) -> None:
-        self._batches = iter(batches)
-
-    @contextlib.contextmanager
-    def next_batch(self) -> Iterator[FedBatch]:
-        yield next(self._batches)
-
-    def take_wait_s(self) -> float:
-        return 0.25
-
-
-class OneHead:
-    def __init__(self) -> None:
-        self.value = random_head()
-
-    def head(self, version: Version) -> TargetHead:
-        return self.value
-
-
-def micro_batch(position: int, lengths: tuple[int, ...], *, supervised: float = 0.8) -> MicroBatch:
-    micro = random_micro(lengths, seed=position, supervised=supervised)
-    ids = tuple(10 * position + i for i in range(len(lengths)))
-    return dataclasses.replace(micro, position=position, sample_ids=ids)
-
-
-def fed_batch(micro: MicroBatch, *, finite: bool = True, scale: float = 1.0) -> FedBatch:
-    width = len(CONFIG.target_layer_ids) * CONFIG.hidden_size
-    generator = torch.Generator().manual_seed(micro.position)
-    features_TC = torch.randn(sum(micro.lengths), width, generator=generator) * scale
-    return FedBatch(TrainBatch(micro, features_TC, Version(1, "d"), 0), finite)
-
-
-def run_step(
-    batches: list[FedBatch], *, engine: StepEngine | None = None, step: int = 1, ranks: Ranks | None = None
-) -> tuple[StepOutcome, StepEngine]:
-    drafter = random_drafter(CONFIG) if engine is None else engine.drafter
-    optimizer = (
-        build_optimizer(drafter, OptimSettings(lr=1e-3, total_steps=10, max_grad_norm=None))
-        if engine is None
-        else engine.optimizer
-    )
-    engine = StepEngine(
-        drafter,
-        optimizer=optimizer,
-        feed=Batches(batches),  # type: ignore[arg-type]
-        heads=OneHead(),
-        ranks=ranks or Ranks(),
-        settings=SETTINGS,
-    )
-    outcome = engine.step(step, [fed.batch.micro for fed in batches], simulate=True)
-    return outcome, engine
-
-
-def state_of(engine: StepEngine) -> dict[str, Any]:
-    return copy.deepcopy({"model": engine.drafter.state_dict(), "optimizer": engine.optimizer.state_dict()})
-
-
-def assert_equal(left: Any, right: Any) -> None:
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_equal(left[key], right[key])
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
-    else:
-        assert left == right
+from tests.support.step_engine import assert_equal, fed_batch, micro_batch, run_step, state_of
 
 
 def test_the_same_documents_in_one_or_several_micro_batches_give_the_same_step() -> None:
@@ -144,6 +49,7 @@ def test_a_step_with_something_not_finite_changes_nothing(make: Any) -> None:  #
     before = state_of(engine)
     outcome, _ = run_step([fed_batch(micro_batch(2, (15,))), make()], engine=engine, step=2)
     assert outcome.bad
+    assert [(c.position, c.kind, c.sample_ids) for c in outcome.culprits] == [(1, "features", (10,))]
     after = state_of(engine)
     for counter in ("skipped_count", "skipped_in_a_row"):  # the optimizer counts what it refuses itself
         before["optimizer"].pop(counter, None)
@@ -160,7 +66,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:  # case 8
     hook = next(iter(engine.drafter.parameters())).register_hook(lambda grad: grad * float("inf"))
     outcome, _ = run_step([fed_batch(micro_batch(1, (12, 8)))], engine=engine, step=2)
     hook.remove()
-    assert "gradient norm" in outcome.bad
+    assert "gradient" in outcome.bad
+    assert [culprit.kind for culprit in outcome.culprits] == ["gradient"]
     after = state_of(engine)
     assert_equal(after["model"], before["model"])
     assert_equal(after["optimizer"]["optimizers"], before["optimizer"]["optimizers"])
