@@ -74,8 +74,9 @@ test: $(DEV) ## Test everything that needs no GPU
 QUICK_TESTS := $(wildcard tests/unit tests/contract)
 SLOW_TESTS := $(wildcard tests/integration tests/faults)
 
-soak: $(DEV) ## Repeat the fault runs with N new seeds: make soak N=3
-	SOAK=$(or $(N),1) $(PYTEST) tests/faults/drafter_trainer/test_unbroken.py $(PYTEST_ARGS)
+soak: $(DEV) ## Repeat the fault runs with N new seeds, and stall a client for a minute: make soak N=3
+	SOAK=$(or $(N),1) STALL_S=60 $(PYTEST) tests/faults/drafter_trainer/test_unbroken.py \
+		tests/faults/target_server/test_stalled_client.py $(PYTEST_ARGS)
 
 test-gpu: $(DEV) ## Test what needs a CUDA device
 	$(PYTEST) -m gpu $(wildcard tests/gpu) $(PYTEST_ARGS)

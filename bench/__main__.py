@@ -49,8 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bench: {name}: {error}", file=sys.stderr)
     content = as_json(figures)
     write_results(given.output, content)
-    print("\n".join(table_lines(figures)))
-    print(f"\n{json.dumps(content)}", flush=True)
+    try:
+        print("\n".join(table_lines(figures)))
+        print(f"\n{json.dumps(content)}", flush=True)
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; the results are in the file, and what is buffered would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if failed else 0
 
 

@@ -16,7 +16,10 @@ __all__ = ["PARTS", "choose_parts", "load_part"]
 
 # By name, in the order in which they run: the module and what it measures.
 PARTS: dict[str, tuple[str, str]] = {
+    "stream": ("bench.stream", "tokens out of the stream against loops without a server"),
+    "overlap": ("bench.overlap", "copying beside the next forward, on against off"),
     "wire": ("bench.wire", "one stream against a raw socket, and its CPU time"),
+    "scale": ("bench.scale", "requests of many ranks to many simulated replicas"),
     "step": ("bench.step", "the drafter's forward and backward against a plain reference"),
 }
 

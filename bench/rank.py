@@ -65,15 +65,15 @@ class DiscardingRank:
             self._take()
         return time.perf_counter() - began_s
 
-    def run_until(self, end_s: float) -> int:
-        """Keeps the whole ring asked for; returns how many batches came before this point of the monotonic clock."""
-        count = 0
-        while time.monotonic() < end_s:
+    def arrivals_until(self, end_s: float) -> list[float]:
+        """Keeps the whole ring asked for; returns when each batch came, up to this point of the monotonic clock."""
+        times_s: list[float] = []
+        while not times_s or times_s[-1] < end_s:
             while self.delivery.free_slots:
                 self._submit()
             self._take()
-            count += time.monotonic() < end_s
-        return count
+            times_s.append(time.monotonic())
+        return times_s
 
     @property
     def outstanding(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import mmap
+import random
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ __all__ = ["DIGEST", "LAYER_COUNT", "SimulatedDevice", "SimulatedServer"]
 DIGEST = "0" * 32
 LAYER_COUNT = 64
 _VOCAB_SIZE = 1 << 16
+_VERSION = Version(1, DIGEST)
 _FRONT = target_pb2.DESCRIPTOR.services_by_name["TargetFrontService"].full_name
 
 
@@ -49,7 +51,7 @@ class SimulatedServer:
 
     Attributes:
         replicas: how many.
-        forward_s: how long one batch keeps a replica's device busy; 0: not at all.
+        forward_s: how long a batch keeps a replica's device busy on average; 0: not at all.
         hidden_size: width, in elements of 2 bytes.
         tap_count: taps of every session.
         batch_tokens: the largest batch.
@@ -79,8 +81,8 @@ class SimulatedServer:
             hidden_size=self.hidden_size,
             vocab_size=_VOCAB_SIZE,
             dtype=DType.BFLOAT16,
-            version_number=1,
-            version_digest=DIGEST,
+            version_number=_VERSION.number,
+            version_digest=_VERSION.digest,
             max_batch_token_count=self.batch_tokens,
             max_sequence_token_count=self.batch_tokens,
         )
@@ -99,17 +101,22 @@ class SimulatedServer:
         return target_pb2.DescribeTargetResponse(
             protocol_version=PROTOCOL_VERSION,
             model=model,
-            version=target_pb2.TargetVersion(number=1, digest=DIGEST),
+            version=_VERSION.to_message(),
             max_batch_token_count=self.batch_tokens,
             max_sequence_token_count=self.batch_tokens,
         )
 
 
 class SimulatedDevice:
-    """Is busy for a while for each batch, in the order of submission."""
+    """Is busy for a while for each batch, in the order of submission.
 
-    def __init__(self, forward_s: float) -> None:
+    Forwards last up to a tenth more or less, evenly, as batches differ: devices that all began at once would else stay
+    in step for ever, and answers would come in bursts.
+    """
+
+    def __init__(self, forward_s: float, seed: int) -> None:
         self._forward_s = forward_s
+        self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
         self._free_s = 0.0
         self.scheduler: Scheduler | None = None
@@ -117,10 +124,10 @@ class SimulatedDevice:
     def submit(self, job: CaptureJob) -> None:
         """Begins a batch, or appends it to the one that runs: a device's queue leaves no gap."""
         now_s = self._loop.time()
+        job.batch.version = _VERSION
         job.batch.times.began = time.monotonic()
-        job.batch.times.forward = self._forward_s
-        job.batch.version = Version(1, DIGEST)
-        self._free_s = max(now_s, self._free_s) + self._forward_s
+        job.batch.times.forward = self._forward_s * self._random.uniform(0.9, 1.1)
+        self._free_s = max(now_s, self._free_s) + job.batch.times.forward
         self._loop.call_at(self._free_s, self._done, job)
 
     def _done(self, job: CaptureJob) -> None:
@@ -161,11 +168,14 @@ def _slots(simulated: SimulatedServer) -> list[HostSlot]:
     ]
 
 
-def _servicer(simulated: SimulatedServer, index: int) -> ReplicaServicer:
-    device = SimulatedDevice(simulated.forward_s)
+def _scheduler(simulated: SimulatedServer, index: int) -> Scheduler:
+    device = SimulatedDevice(simulated.forward_s, index)
     pool = SlotPool(_slots(simulated), max_owner_count=simulated.sessions)
-    scheduler = Scheduler(pool, device.submit, max_session_count=simulated.sessions)
-    device.scheduler = scheduler
+    device.scheduler = Scheduler(pool, device.submit, max_session_count=simulated.sessions)
+    return device.scheduler
+
+
+def _servicer(simulated: SimulatedServer, index: int, scheduler: Scheduler) -> ReplicaServicer:
     return ReplicaServicer(
         served=simulated.served,
         scheduler=scheduler,
@@ -179,13 +189,13 @@ def _servicer(simulated: SimulatedServer, index: int) -> ReplicaServicer:
     )
 
 
-async def _start(simulated: SimulatedServer) -> tuple[list[grpc.aio.Server], int]:
+async def _start(simulated: SimulatedServer, schedulers: list[Scheduler]) -> tuple[list[grpc.aio.Server], int]:
     """Starts every endpoint; returns the servers and the front's port."""
     description = simulated.description
     servers = []
-    for index in range(simulated.replicas):
+    for index, scheduler in enumerate(schedulers):
         server = grpc.aio.server(options=server_options())
-        server.add_generic_rpc_handlers((build_handler(_servicer(simulated, index)),))
+        server.add_generic_rpc_handlers((build_handler(_servicer(simulated, index, scheduler)),))
         port = server.add_insecure_port("127.0.0.1:0")
         description.replicas.add(
             index=index, address=f"127.0.0.1:{port}", port=port, state=target_pb2.REPLICA_STATE_SERVING
@@ -201,13 +211,18 @@ async def _start(simulated: SimulatedServer) -> tuple[list[grpc.aio.Server], int
 
 
 async def _serve(simulated: SimulatedServer) -> None:
-    servers, port = await _start(simulated)
+    """Serves until the parent is gone; answers each of its commands with the number of open sessions."""
+    schedulers = [_scheduler(simulated, index) for index in range(simulated.replicas)]
+    servers, port = await _start(simulated, schedulers)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    def tell() -> None:
+        reply({"sessions": sum(scheduler.snapshot()["sessions"] for scheduler in schedulers)})
+
     def watch() -> None:
         for _ in commands():
-            continue
+            loop.call_soon_threadsafe(tell)
         loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -7,6 +7,7 @@ module of its own and is imported when it's asked for, so that help and mistakes
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, flags = build_parser(PROGRAM).parse_known_args(argv)
         verb: Verb = options.load_verb()
-        return verb(options, flags)
+        code = verb(options, flags)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -35,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:
-        # The reader of our output (`| head`) is gone; nothing is left to be told.
-        sys.stderr.close()
+        # The reader of our output (`| head`) has gone; what is still buffered would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
 

@@ -33,20 +33,29 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        arguments, flags = _parse(sys.argv[1:] if argv is None else argv)
-        if arguments.command == "serve":
-            return _serve(arguments, flags)
-        if arguments.command == "swap":
-            return _swap(arguments)
-        if arguments.watch:
-            return watch_status(arguments.address, timeout_s=arguments.timeout)
-        return print_status(arguments.address, as_json=arguments.json, timeout_s=arguments.timeout)
+        code = _run(*_parse(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"target-server: {error}", file=sys.stderr)
         return 2
     except (ReplicaStartError, SwapFailedError) as error:
         print(f"target-server: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; what is still buffered would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: argparse.Namespace, flags: Any) -> int:
+    if arguments.command == "serve":
+        return _serve(arguments, flags)
+    if arguments.command == "swap":
+        return _swap(arguments)
+    if arguments.watch:
+        return watch_status(arguments.address, timeout_s=arguments.timeout)
+    return print_status(arguments.address, as_json=arguments.json, timeout_s=arguments.timeout)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:

@@ -3,7 +3,8 @@
 Rules (tests cite the numbers):
   1. The first unassigned request in plan order goes first; one that waits out its back-off doesn't hold up the others.
   2. It goes to the replica with the fewest outstanding bytes, at most ``depth`` requests each, and not to the replica
-     that failed it last while there is another.
+     that failed it last while there is another. Among equals it's the one asked longest ago, and those never asked in
+     an order of this rank's own: if every rank began with the first of many replicas, all would queue there.
   3. A failed attempt puts the request back with a doubled wait; ``max_attempts`` failures end the run.
   4. Losing a replica is a failed attempt of each request that it held.
 
@@ -13,6 +14,8 @@ Knows no sockets, no clock (times are passed in) and no torch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import zlib
 from collections.abc import Iterable
 
 from drafter_trainer.client.terms import Patience
@@ -49,11 +52,20 @@ class ExhaustedError(Exception):
 
 
 class RequestBook:
-    """Outstanding requests of one rank, over all replicas."""
+    """Outstanding requests of one rank, over all replicas.
 
-    def __init__(self, patience: Patience, *, depth: int) -> None:
+    Args:
+        patience: Attempts and back-off.
+        depth: Most requests of one replica at a time.
+        rank_name: Sets this rank's own order of replicas; the same name gives the same order.
+    """
+
+    def __init__(self, patience: Patience, *, depth: int, rank_name: str = "") -> None:
         self._patience = patience
         self._depth = depth
+        self._rank_name = rank_name
+        self._turns = itertools.count(1)
+        self._last_turns: dict[str, int] = {}
         self._requests: dict[int, Request] = {}
 
     def __len__(self) -> int:
@@ -79,9 +91,14 @@ class RequestBook:
                 continue
             eligible = {name: load for name, load in open_loads.items() if name != request.avoid or len(loads) == 1}
             if eligible:
-                request.holder = min(eligible, key=lambda name: (eligible[name], name))
+                request.holder = min(eligible, key=lambda name: (eligible[name], *self._turn(name)))
+                self._last_turns[request.holder] = next(self._turns)
                 return request, request.holder
         return None
+
+    def _turn(self, replica: str) -> tuple[int, int]:
+        """Orders replicas of equal load."""
+        return self._last_turns.get(replica, 0), zlib.crc32(f"{self._rank_name} {replica}".encode())
 
     def wait_s(self, *, now_s: float) -> float | None:
         """Time until the first back-off ends; None when no request waits for one."""
@@ -111,6 +128,7 @@ class RequestBook:
 
     def lose(self, replica: str, reason: str, *, now_s: float) -> int:
         """A replica is gone (rule 4); returns how many requests it held."""
+        self._last_turns.pop(replica, None)
         held = self.held_by(replica)
         for request in held:
             self.fail(request, reason, now_s=now_s)

@@ -100,7 +100,7 @@ def wait_for_target(
     while True:
         answers = describe_all(addresses, timeout_s=call_timeout_s)
         if described := [
-            DescribedTarget(*answer) for answer in answers.items() if not isinstance(answer[1], CallFailure)
+            DescribedTarget(front, answer) for front, answer in answers.items() if not isinstance(answer, CallFailure)
         ]:
             refuse_different(described)
             return described[0]

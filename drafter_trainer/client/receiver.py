@@ -67,7 +67,7 @@ class Receiver:
         self._fronts: list[str] = setup["addresses"]
         self._terms = terms_from_json(setup["terms"])
         self._patience = patience_from_json(setup["patience"])
-        self._book = RequestBook(self._patience, depth=REQUESTS_PER_REPLICA)
+        self._book = RequestBook(self._patience, depth=REQUESTS_PER_REPLICA, rank_name=self._terms.client_name)
         self._sessions: dict[str, ReplicaSession] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._losses: collections.Counter[str] = collections.Counter()

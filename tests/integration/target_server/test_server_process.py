@@ -15,6 +15,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from target_wire.framing import BatchFrameView
 from target_wire.v1 import target_pb2 as pb
 
 from tests.support.served_targets import some_ids, write_target
@@ -88,15 +89,32 @@ def test_health_and_reflection_are_answered_by_front_and_replica(server: ServerP
         assert f"target_wire.v1.{service}" in names
 
 
+def _read_into_a_batch(client: StreamClient) -> None:
+    """Asks for more than the transport holds (12 MB a batch) and reads up to the first one's first frame."""
+    client.open(range(6), max_batch_token_count=8192, window_bytes=1 << 27)
+    client.grant(1 << 27)
+    for request_id in range(8):
+        client.request(request_id, [some_ids(256)] * 32)
+    header = client.read()
+    assert isinstance(header, pb.StreamHiddenStatesResponse)
+    assert header.batch_header.frame_count > 2
+    assert isinstance(client.read(), BatchFrameView)
+
+
+def _lost(client: StreamClient) -> grpc.StatusCode:
+    """Reads on until the stream breaks; returns its status."""
+    with pytest.raises(grpc.RpcError) as lost:
+        list(client.call)
+    return lost.value.code()
+
+
 def test_killed_replica_is_restarted_while_the_other_serves(server: ServerProcess) -> None:
     before = capture(server.replica_address(0), [2], [some_ids(9)]).body
     with StreamClient(server.replica_address(0)) as client:
-        client.open([2])
+        _read_into_a_batch(client)
         killed = server.replica_pids()[0]
         os.kill(killed, signal.SIGKILL)
-        with pytest.raises(grpc.RpcError) as lost:
-            client.read()
-        assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert _lost(client) is grpc.StatusCode.UNAVAILABLE
     wait_until(lambda: _serving(server) == 1)
     alive = next(replica for replica in server.describe().replicas if replica.state == pb.REPLICA_STATE_SERVING)
     assert capture(f"127.0.0.1:{alive.port}", [2], [some_ids(9)]).body == before
@@ -104,13 +122,17 @@ def test_killed_replica_is_restarted_while_the_other_serves(server: ServerProces
     assert sorted(replica.restart_count for replica in server.describe().replicas) == [0, 1]
     for index in (0, 1):
         assert capture(server.replica_address(index), [2], [some_ids(9)]).body == before
+    wait_until(lambda: all(r.stats.session_count == 0 for r in server.describe().replicas))
+    assert all(r.stats.free_slot_count == r.stats.slot_count > 0 for r in server.describe().replicas)
 
 
 def test_killed_front_leaves_no_replica_behind(checkpoint: Path, tmp_path: Path) -> None:
-    with running_server(checkpoint, tmp_path) as server:
+    with running_server(checkpoint, tmp_path) as server, StreamClient(server.replica_address()) as client:
         (replica,) = server.replica_pids()
+        _read_into_a_batch(client)
         os.kill(server.process.pid, signal.SIGKILL)
         wait_until(lambda: not is_alive(replica), 10)
+        assert _lost(client) is grpc.StatusCode.UNAVAILABLE
 
 
 def test_sigterm_drains_and_exits_0(checkpoint: Path, tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def test_gpu_file_gives_five_cards_to_the_server_and_three_to_the_trainer() -> N
         for name, service in GPU_SERVICES.items()
     }
     assert cards == {"target-server": ["0", "1", "2", "3", "4"], "drafter-trainer": ["5", "6", "7"]}
+    # Within a container its cards are numbered from 0: a replica on each, a rank on each.
+    assert "--devices=cuda:0,cuda:1,cuda:2,cuda:3,cuda:4" in GPU_SERVICES["target-server"]["command"]
+    assert "--nproc-per-node=3" in GPU_SERVICES["drafter-trainer"]["command"]
 
 
 @pytest.mark.parametrize("service", [*SERVICES.values(), *GPU_SERVICES.values()])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench import __main__ as bench_main
 from demo import __main__ as demo_main
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -19,6 +20,7 @@ DOCUMENTS = (
     "docs/running.md",
     "docs/how-it-works.md",
     "docs/log.md",
+    "bench/README.md",
     "demo/README.md",
     "demo/data/README.md",
 )
@@ -57,9 +59,10 @@ def test_make_targets_exist(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", _of("python"), ids=_ids)
-def test_demo_commands_parse(words: list[str]) -> None:
-    assert words[1:3] == ["-m", "demo"]
-    demo_main._parser().parse_args(words[3:])
+def test_demo_and_bench_commands_parse(words: list[str]) -> None:
+    parsers = {"demo": demo_main._parser, "bench": bench_main._parser}
+    assert words[1] == "-m"
+    parsers[words[2]]().parse_args(words[3:])
 
 
 def _program_commands() -> list[list[str]]:

@@ -17,7 +17,8 @@ def request(sequence: int, *, size: int = 10) -> Request:
 
 
 def book_with(count: int, *, depth: int = 4, size: int = 10) -> RequestBook:
-    book = RequestBook(PATIENCE, depth=depth)
+    # This rank's own order is a, then b.
+    book = RequestBook(PATIENCE, depth=depth, rank_name="r")
     for sequence in range(count):
         book.add(request(sequence, size=size))
     return book
@@ -33,6 +34,33 @@ def chosen(book: RequestBook, replicas: list[str], *, now_s: float = 0.0) -> lis
 
 def test_requests_go_out_in_plan_order_to_the_least_loaded_replica() -> None:  # rules 1, 2
     assert chosen(book_with(5), ["a", "b"]) == [(0, "a"), (1, "b"), (2, "a"), (3, "b"), (4, "a")]
+
+
+def test_replicas_of_equal_load_take_turns() -> None:  # rule 2
+    """Answered at once, so that no load tells them apart: still each one is asked before any is asked again."""
+    book = book_with(6)
+    asked = []
+    for _ in range(6):
+        taken, replica = book.choose(["a", "b", "c"], now_s=0.0) or pytest.fail("nothing chosen")
+        book.complete(taken)
+        asked.append(replica)
+    assert sorted(asked[:3]) == ["a", "b", "c"]
+    assert asked[3:] == asked[:3]
+
+
+def test_ranks_begin_with_different_replicas() -> None:  # rule 2
+    """24 ranks, 8 requests each, 64 replicas: ranks that all began with the first would leave 56 replicas idle."""
+    replicas = [f"host:{port}" for port in range(64)]
+    counts = dict.fromkeys(replicas, 0)
+    for rank in range(24):
+        book = RequestBook(PATIENCE, depth=4, rank_name=f"run/rank-{rank}")
+        for sequence in range(8):
+            book.add(request(sequence))
+        for _, replica in chosen(book, replicas):
+            counts[replica] += 1
+    assert sum(counts.values()) == 192
+    assert sum(count == 0 for count in counts.values()) <= 10
+    assert max(counts.values()) <= 10
 
 
 def test_a_replica_gets_no_more_than_its_depth() -> None:  # rule 2

@@ -84,3 +84,15 @@ def test_replicas_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) ->
 def test_front_imports_no_torch() -> None:
     code = "import sys, target_server.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("program", [["target_server", "serve"], ["drafter_trainer", "train"]], ids=lambda p: p[0])
+def test_reader_of_the_output_may_leave_early(program: list[str]) -> None:
+    """`… --print-config | head -1` ends without a traceback, whether or not the output fits the pipe."""
+    command = [sys.executable, "-m", *program, "--print-config"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
