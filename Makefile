@@ -13,6 +13,10 @@ GENERATED := proto/target_wire/v1
 PROTO := target_wire/v1/target.proto
 SOURCES := proto target_server drafter_trainer demo bench tests
 
+# Bytecode is written, whatever the caller's environment says: without it each of the many processes that tests and demo
+# start compiles torch anew, which doubles the time of a start.
+export PYTHONDONTWRITEBYTECODE :=
+
 # torch takes all cores for each process; tests run several processes on them, which then only fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
@@ -66,16 +70,14 @@ proto: $(DEV) ## Generate the contract's Python code
 generate = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-# The quick parts first. Two processes, a file each at a time: the slow parts mostly wait for programs they started.
+# Two processes, a file each at a time (its tests share servers), the long files first: both are busy to the end.
 test: $(DEV) ## Test everything that needs no GPU
-	$(PYTEST) -n 2 --dist loadfile $(QUICK_TESTS) $(PYTEST_ARGS)
-	$(if $(SLOW_TESTS),$(PYTEST) -n 2 --dist loadfile $(SLOW_TESTS) $(PYTEST_ARGS))
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(TESTS) $(PYTEST_ARGS)
 
-QUICK_TESTS := $(wildcard tests/unit tests/contract)
-SLOW_TESTS := $(wildcard tests/integration tests/faults)
+TESTS := $(wildcard tests/faults tests/integration tests/unit tests/contract)
 
 soak: $(DEV) ## Repeat the fault runs with N new seeds, and stall a client for a minute: make soak N=3
-	SOAK=$(or $(N),1) STALL_S=60 $(PYTEST) tests/faults/drafter_trainer/test_unbroken.py \
+	SOAK=$(or $(N),1) STALL_S=60 $(PYTEST) -v tests/faults/drafter_trainer/test_unbroken.py \
 		tests/faults/target_server/test_stalled_client.py $(PYTEST_ARGS)
 
 test-gpu: $(DEV) ## Test what needs a CUDA device

@@ -4,7 +4,8 @@ Owns starting, watching, stopping and the end of each log. Stop order: SIGTERM (
 at), a deadline, SIGKILL to the whole process group. Every wait has a deadline.
 
 Fact that forces the design: Ctrl-C on a terminal signals every process of the foreground group at once, in no order. So
-each program gets a session of its own, and only the demo is interrupted; it then stops the others in order.
+each program gets a session of its own, and only the demo is interrupted; it then stops the others in order. A demo that
+is killed can't: there the kernel ends its programs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +24,17 @@ from types import FrameType
 from demo.errors import DemoError
 from demo.recipe import CHECKOUT
 
-__all__ = ["Program", "interrupted_by_sigterm", "start_program", "wait_for_file"]
+__all__ = ["Program", "ending_with_parent", "interrupted_by_sigterm", "start_program", "wait_for_file"]
 
 _LOG_LINES_SHOWN = 20
 _POLL_S = 0.1
+# Asks Linux for SIGKILL when the parent dies (PR_SET_PDEATHSIG, which is 1), then becomes the program.
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class Program:
@@ -96,6 +105,17 @@ class Program:
         return code
 
 
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """The same command, started so that it is killed as soon as this process is gone, however that happens.
+
+    Run it from the main thread: the kernel takes the end of the starting thread for the end of the process. Elsewhere
+    than on Linux it is the command itself.
+    """
+    if not sys.platform.startswith("linux"):
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, str(os.getpid()), *command]
+
+
 @contextmanager
 def start_program(
     name: str,
@@ -118,7 +138,7 @@ def start_program(
     """
     with log.open("ab") as log_file, (output or log).open("ab") as output_file:
         process = subprocess.Popen(
-            command,
+            ending_with_parent(command),
             cwd=CHECKOUT,
             stdin=subprocess.DEVNULL,
             stdout=output_file,

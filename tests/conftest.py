@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from tests.support.forking_trainer import ForkingTrainer
     from tests.support.training_world import Server, TrainingWorld
 
 # "ci" always tries the same few examples, so that a red run is red again. "deep" searches: HYPOTHESIS_PROFILE=deep.
@@ -30,6 +32,18 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 
 SEED = 20240607
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the seeds of the fault runs: FAULT_SEEDS=7,8 repeats these, SOAK=N draws N new ones, else it's seed 1."""
+    drawn = [str(time.time_ns() % 10**6 + index) for index in range(int(os.environ.get("SOAK", "0")))]
+    # In the environment, where this process's workers find the same ones.
+    os.environ.setdefault("FAULT_SEEDS", ",".join(drawn) or "1")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Tells the seeds, before anything can hang."""
+    return f"fault runs: FAULT_SEEDS={os.environ['FAULT_SEEDS']}"
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +78,12 @@ def training_server(training_world: TrainingWorld, tmp_path_factory: pytest.Temp
 
     with running_server(training_world, tmp_path_factory.mktemp("server"), replicas=2) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkingTrainer]:
+    """Starts training processes quickly."""
+    from tests.support.forking_trainer import ForkingTrainer  # noqa: PLC0415
+
+    with ForkingTrainer(tmp_path_factory.mktemp("trainers")) as forking:
+        yield forking

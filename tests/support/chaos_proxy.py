@@ -59,12 +59,12 @@ class ChaosProxy:
         self._thread.join(5)
         self._loop.close()
 
-    def cut(self) -> None:
-        """Cuts the next connection to a replica that carries data, in the middle of a piece."""
-        self._loop.call_soon_threadsafe(self._ask_cut)
+    def cut(self, *, times: int = 1) -> None:
+        """Cuts the next `times` connections to a replica that carry data, each in the middle of a piece."""
+        self._loop.call_soon_threadsafe(self._ask_cut, times)
 
-    def _ask_cut(self) -> None:
-        self._cut_pending += 1
+    def _ask_cut(self, times: int) -> None:
+        self._cut_pending += times
 
     def _run(self, work: Any) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(20)

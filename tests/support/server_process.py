@@ -18,6 +18,8 @@ from target_wire.channel import channel_options
 from target_wire.v1 import target_pb2 as pb
 from target_wire.v1 import target_pb2_grpc
 
+from demo.programs import ending_with_parent
+
 # Importing torch and transformers takes 5 seconds, and ten times that beside other test processes.
 START_TIMEOUT_S = 240.0
 
@@ -33,15 +35,12 @@ class ServerProcess:
     def __init__(self, checkpoint: Path, work: Path, *flags: str) -> None:
         self._port_file = work / "port"
         self._log = (work / "server.log").open("wb")
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "target_server", "serve"),
-                *("--model.path", str(checkpoint), "--listen", "127.0.0.1:0", "--port-file", str(self._port_file)),
-                *("--replica.num_threads", "1", *flags),
-            ],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
+        command = [
+            *(sys.executable, "-m", "target_server", "serve"),
+            *("--model.path", str(checkpoint), "--listen", "127.0.0.1:0", "--port-file", str(self._port_file)),
+            *("--replica.num_threads", "1", *flags),
+        ]
+        self.process = subprocess.Popen(ending_with_parent(command), stdout=self._log, stderr=subprocess.STDOUT)
 
     def wait_until_serving(self) -> None:
         """Waits for the port file."""

@@ -19,11 +19,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import grpc
 import psutil
 import torch
 from safetensors.torch import load_file
+from target_wire.channel import channel_options
+from target_wire.v1 import target_pb2, target_pb2_grpc
 
+from demo.programs import ending_with_parent
+from drafter_trainer.config.resolve import resolve_config
+from drafter_trainer.launch import run_training
 from drafter_trainer.prepare import PrepareSettings, open_dataset
+from tests.support.forking_trainer import ForkedRun
 from tests.support.tiny_tokenizer import conversations, write_jsonl, write_tiny_tokenizer
 
 VOCAB_SIZE = 640
@@ -42,7 +49,7 @@ class TrainingWorld:
     data: Path
 
     def flags(self, address: str, run_dir: Path, **changes: Any) -> list[str]:
-        """Command line flags of a small run; `optim__lr=1` changes --optim.lr."""
+        """Command line flags of a small run; `optim__lr=1` changes --optim.lr, None leaves it out."""
         values: dict[str, Any] = {
             "target.addresses": address,
             "target.retry_backoff_s": 0.02,
@@ -68,7 +75,8 @@ class TrainingWorld:
             "run.checkpoint_every_steps": 5,
         }
         values.update({name.replace("__", "."): value for name, value in changes.items()})
-        return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+        given = {name: str(value) for name, value in values.items() if value is not None}
+        return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
 def make_training_world(directory: Path) -> TrainingWorld:
@@ -104,7 +112,7 @@ def _write_target(directory: Path) -> None:
 class Server:
     """A real target-server, in a process group of its own."""
 
-    def __init__(self, world: TrainingWorld, directory: Path, *, port: int = 0, replicas: int = 1) -> None:
+    def __init__(self, world: TrainingWorld, directory: Path, *flags: str, port: int = 0, replicas: int = 1) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._port_file = directory / f"port-{time.monotonic_ns()}"
         self.log = directory / "server.log"
@@ -115,9 +123,10 @@ class Server:
             "--devices", ",".join(["cpu"] * replicas),
             "--port-file", str(self._port_file),
             "--replica.num_threads", "1",
+            *flags,
         ]  # fmt: skip
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(ending_with_parent(command), stdout=log, stderr=log, start_new_session=True)
         self._port: int | None = None
 
     def __enter__(self) -> Server:
@@ -153,6 +162,17 @@ class Server:
             return [child.pid for child in children if "replica_process" in " ".join(child.cmdline())]
         return []
 
+    def describe(self) -> target_pb2.DescribeTargetResponse:
+        """What the front answers."""
+        with grpc.insecure_channel(self.address, options=channel_options()) as channel:
+            front = target_pb2_grpc.TargetFrontServiceStub(channel)
+            return front.DescribeTarget(target_pb2.DescribeTargetRequest(), timeout=10)
+
+    def serving_pids(self) -> list[int]:
+        """Processes of the replicas that the front lists as serving."""
+        ports = {replica.port for replica in self.describe().replicas if replica.port}
+        return [pid for pid in self.replica_pids() if ports & listening_ports(pid)]
+
     def kill(self) -> None:
         """The front dies at once; what becomes of its replicas is the server's business."""
         self.process.kill()
@@ -169,6 +189,14 @@ class Server:
         self.process.wait()
 
 
+def listening_ports(pid: int) -> set[int]:
+    """TCP ports on which a process listens; none when it's gone."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+        return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+    return set()
+
+
 class Trainer:
     """A real drafter-trainer process, one rank."""
 
@@ -177,7 +205,7 @@ class Trainer:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "drafter_trainer", "train", *flags],
+                ending_with_parent([sys.executable, "-m", "drafter_trainer", "train", *flags]),
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **(environment or {})},
@@ -194,6 +222,11 @@ class Trainer:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the trainer still ran after {timeout_s:g} s:\n{self.text()}") from None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it's over, however it ended."""
+        return self.process.poll() is not None
 
     def kill(self) -> None:
         """Ends it as a power cut would."""
@@ -213,11 +246,11 @@ class Trainer:
             time.sleep(0.02)
 
 
-def wait_for_step(run_dir: Path, step: int, trainer: Trainer, timeout_s: float = 300.0) -> None:
+def wait_for_step(run_dir: Path, step: int, trainer: Trainer | ForkedRun, timeout_s: float = 300.0) -> None:
     """Waits until a run has recorded a step."""
     deadline_s = time.monotonic() + timeout_s
     while not any(record["step"] >= step for record in read_records(run_dir / "metrics.jsonl")):
-        if trainer.process.poll() is not None:
+        if trainer.has_ended:
             return  # it was faster
         assert time.monotonic() < deadline_s, f"step {step} is not reached:\n{trainer.text()}"
         time.sleep(0.01)
@@ -255,6 +288,11 @@ def assert_same_run(run_dir: Path, reference: dict[str, Any]) -> None:
         assert state[name].keys() == reference[name].keys()
         for key, tensor in reference[name].items():
             assert torch.equal(state[name][key], tensor), f"{name} {key}"
+
+
+def train(world: TrainingWorld, address: str, run_dir: Path, **changes: Any) -> bool:
+    """A run in this process; whether it was finished."""
+    return run_training(resolve_config(flags=world.flags(address, run_dir, **changes)).config)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from demo.programs import ending_with_parent
 from demo.progress import MetricsTail
 from demo.recipe import CHECKOUT
 from demo.tiny import ensure_tiny_target
@@ -134,7 +135,11 @@ class _running:  # noqa: N801 - reads as a with statement
 
     def __enter__(self) -> subprocess.Popen[str]:
         self._demo = subprocess.Popen(
-            self._command, cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            ending_with_parent(self._command),
+            cwd=CHECKOUT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         return self._demo
 

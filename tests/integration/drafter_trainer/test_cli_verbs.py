@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from drafter_trainer import prepare
 from drafter_trainer.checkpoint import CheckpointStore
+from drafter_trainer.tokenizer import file_digest
 from tests.support.cli import run_cli
 from tests.support.tiny_tokenizer import conversations, write_jsonl
 
@@ -35,6 +37,16 @@ def exported(run_dir) -> Path:
 def result_of(capsys, *argv: object) -> dict:
     assert run_cli(*argv, "--json") == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_train_reads_its_source_once(training_world, training_server, tmp_path, monkeypatch):
+    """A source of a hundred gigabytes takes minutes to read."""
+    source = write_jsonl(tmp_path / "rows.jsonl", conversations(8, max_words=12))
+    read = []
+    monkeypatch.setattr(prepare, "file_digest", lambda path: read.append(path) or file_digest(path))
+    flags = training_world.flags(training_server.address, tmp_path / "run", run__steps=1, data__path=source)
+    assert run_cli("train", *flags) == 0
+    assert read == [source]
 
 
 def test_inspect_tells_how_a_run_stands(run_dir, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from drafter_trainer.config.resolve import resolve_config
 from drafter_trainer.errors import UserError
-from drafter_trainer.launch import run_training
+from tests.support.chaos_proxy import ChaosProxy
+from tests.support.forking_trainer import ForkingTrainer
 from tests.support.training_world import (
     VOCAB_SIZE,
     Server,
@@ -26,15 +26,11 @@ from tests.support.training_world import (
     final_state,
     read_records,
     running_server,
+    train,
     wait_for_step,
 )
 
 STEPS = 12
-
-
-def train(world: TrainingWorld, address: str, run_dir: Path, **changes: Any) -> bool:
-    """A run in this process."""
-    return run_training(resolve_config(flags=world.flags(address, run_dir, **changes)).config)
 
 
 @pytest.fixture(scope="session")
@@ -132,12 +128,12 @@ def test_every_recipe_learns_and_resumes_bit_equal(
 
 
 def test_a_trainer_started_before_the_server_says_so_and_goes_on(
-    unbroken: Path, training_world: TrainingWorld, tmp_path: Path
+    unbroken: Path, training_world: TrainingWorld, trainers: ForkingTrainer, tmp_path: Path
 ) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    trainer = Trainer(training_world.flags(f"127.0.0.1:{port}", tmp_path / "run"), tmp_path / "trainer.log")
+    trainer = trainers.start(training_world.flags(f"127.0.0.1:{port}", tmp_path / "run"))
     trainer.wait_for_line("waiting for the target-server")
     with running_server(training_world, tmp_path, port=port):
         assert trainer.wait() == 0, trainer.text()
@@ -145,10 +141,11 @@ def test_a_trainer_started_before_the_server_says_so_and_goes_on(
     assert_same_run(tmp_path / "run", final_state(unbroken))
 
 
-def test_a_server_that_never_comes_ends_the_run_with_exit_code_1(training_world: TrainingWorld, tmp_path: Path) -> None:
-    flags = training_world.flags("127.0.0.1:1", tmp_path / "run", target__wait_timeout_s=1)
-    trainer = Trainer(flags, tmp_path / "trainer.log")
-    assert trainer.wait() == 1
+def test_a_server_that_never_comes_ends_the_run_with_exit_code_1(
+    training_world: TrainingWorld, trainers: ForkingTrainer, tmp_path: Path
+) -> None:
+    trainer = trainers.start(training_world.flags("127.0.0.1:1", tmp_path / "run", target__wait_timeout_s=1))
+    assert trainer.wait(30) == 1
     last = trainer.text().splitlines()[-1]
     assert last.startswith("drafter-trainer: no target-server within 1 s (127.0.0.1:1: UNAVAILABLE")
 
@@ -213,70 +210,27 @@ def test_a_torn_checkpoint_is_skipped_for_the_one_before(
     assert_same_run(run_dir, final_state(unbroken))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_several_ranks_train_what_one_rank_with_accumulation_trains(
-    num_ranks: int, training_world: TrainingWorld, training_server: Server, tmp_path: Path
-) -> None:  # cases 70, 71
-    steps = 4
-    reference = tmp_path / "one"
-    train(
-        training_world, training_server.address, reference,
-        batch__accumulation=num_ranks, run__steps=steps,
-    )  # fmt: skip
-    run_dir = tmp_path / "several"
-    flags = training_world.flags(training_server.address, run_dir, run__steps=steps)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [
-        Trainer(
-            flags,
-            tmp_path / f"rank-{rank}.log",
-            environment={
-                "RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            },
-        )
-        for rank in range(num_ranks)
-    ]
-    assert [trainer.wait() for trainer in ranks] == [0] * num_ranks, ranks[0].text()
-    assert consumed_by_step(run_dir, num_ranks) == consumed_by_step(reference, 1)
-    ours, theirs = (read_records(path / "metrics.jsonl") for path in (run_dir, reference))
-    for mine, one in zip(ours, theirs, strict=True):
-        assert mine["loss"] == pytest.approx(one["loss"], rel=1e-6)
-        assert (mine["tokens"], mine["position"], mine["acc_at"]) == (one["tokens"], one["position"], one["acc_at"])
-    expected = final_state(reference)["model"]
-    for name, tensor in final_state(run_dir)["model"].items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
-
-
-def consumed_by_step(run_dir: Path, num_ranks: int) -> list[list[Any]]:
-    """Batches of each step, over all ranks, in plan order."""
-    ranks = [read_records(run_dir / f"consumed-rank-{rank}.jsonl") for rank in range(num_ranks)]
-    return [
-        sorted((batch for record in records for batch in record["batches"]), key=lambda batch: batch["position"])
-        for records in zip(*ranks, strict=True)
-    ]
-
-
-def test_a_partial_last_step_is_trained_as_it_is(
-    training_world: TrainingWorld, training_server: Server, tmp_path: Path
-) -> None:
+def test_a_batch_that_fails_on_every_attempt_ends_the_run_after_a_checkpoint(
+    unbroken: Path, training_world: TrainingWorld, training_server: Server, trainers: ForkingTrainer, tmp_path: Path
+) -> None:  # I1
     run_dir = tmp_path / "run"
-    changes = {"batch__accumulation": 7, "run__epochs": 1}
-    flags = training_world.flags(training_server.address, run_dir, **changes)
-    cut = flags.index("--run.steps")
-    del flags[cut : cut + 2]
-    assert run_training(resolve_config(flags=flags).config)
-    steps = [len(record["batches"]) for record in read_records(run_dir / "consumed-rank-0.jsonl")]
-    samples = [s for r in read_records(run_dir / "consumed-rank-0.jsonl") for b in r["batches"] for s in b["samples"]]
-    assert steps[:-1] == [7] * (len(steps) - 1)
-    assert 0 < steps[-1] < 7
-    assert sorted(samples) == list(range(len(samples)))
+    changes = {"target__attempts_per_batch": 2, "run__checkpoint_every_steps": 1000}
+    with ChaosProxy(training_server.port, seed=1, delay_s=0.004) as proxy:
+        run = trainers.start(training_world.flags(proxy.address, run_dir, **changes))
+        wait_for_step(run_dir, 3, run)
+        proxy.cut(times=10**6)
+        assert run.wait(60) == 1
+    done = len(read_records(run_dir / "metrics.jsonl"))
+    assert 3 <= done < STEPS
+    assert (run_dir / "checkpoints" / "latest").resolve().name == f"step-{done}"
+    last = run.text().splitlines()[-1]
+    assert re.fullmatch(
+        rf"drafter-trainer: batch at plan position \d+: 2 attempts failed \(1\. 127\.0\.0\.2:\d+: .*; "
+        rf"2\. 127\.0\.0\.2:\d+: .*\)\. To go on, run the same command again with run\.dir {run_dir}",
+        last,
+    ), last
+    assert train(training_world, training_server.address, run_dir)
+    assert_same_run(run_dir, final_state(unbroken))
 
 
 def test_an_environment_full_of_dead_proxies_changes_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from demo.errors import DemoError
 from demo.programs import interrupted_by_sigterm, start_program, wait_for_file
+from demo.recipe import CHECKOUT
 
 SLEEPER = "import time; time.sleep(60)"
 # Ignores SIGTERM and has a child in its group; says so once both are there.
@@ -49,6 +51,23 @@ def test_leaving_the_block_ends_the_program(tmp_path: Path) -> None:
         assert program.exit_code() is None
     assert program.exit_code() == -signal.SIGTERM
     _assert_gone_soon(program.pid)
+
+
+# Starts a sleeper, says its process id, and dies as a process does that runs out of memory.
+DYING = """
+import os, pathlib, signal, subprocess, sys
+from demo.programs import ending_with_parent
+sleeper = ending_with_parent([sys.executable, "-c", "import time; time.sleep(60)"])
+print(subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.DEVNULL).pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other kernels don't offer it")
+def test_a_killed_demo_takes_its_programs_with_it() -> None:
+    done = subprocess.run(_python(DYING), cwd=CHECKOUT, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == -signal.SIGKILL
+    _assert_gone_soon(int(done.stdout))
 
 
 def test_a_stubborn_program_is_killed_with_its_children(tmp_path: Path) -> None:

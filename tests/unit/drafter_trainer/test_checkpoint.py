@@ -18,34 +18,63 @@ from drafter_trainer.errors import CheckpointError
 
 PHASES = ("files", "manifest", "synced", "renamed", "latest", "pruned")
 
-# For each phase: writes step 1, then dies at that phase of step 2. Forked, because importing torch takes seconds.
+# Every Python call that changes the file system reports itself to audit hooks under one of these names.
+CHANGING_CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "shutil.rmtree")
+
+# Writes step 1, then dies in step 2: at each named phase, and before each call that changes the file system, which
+# prints how many there are. Forked, because importing torch takes seconds.
 CRASHING = """
 import os, signal, sys
 from pathlib import Path
 from drafter_trainer.checkpoint import CheckpointStore
-from tests.unit.drafter_trainer.test_checkpoint import PHASES, checkpoint
+from tests.unit.drafter_trainer.test_checkpoint import CHANGING_CALLS, PHASES, checkpoint
 
-def crash(directory, phase):
+def crash(directory, phase, call):
     CheckpointStore(directory, keep=1).save(checkpoint(1))
-    def die(reached):
+    calls = 0
+    def die_at_phase(reached):
         if reached == phase:
             os.kill(os.getpid(), signal.SIGKILL)
-    CheckpointStore(directory, keep=1, on_phase=die).save(checkpoint(2))
+    def die_at_call(event, arguments):
+        nonlocal calls
+        if event in CHANGING_CALLS:
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(die_at_call)
+    CheckpointStore(directory, keep=1, on_phase=die_at_phase).save(checkpoint(2))
+
+def dies(name, *, phase="", call=-1):
+    if (child := os.fork()) == 0:
+        crash(Path(sys.argv[1]) / name, phase, call)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL), name
+    return status != 0
 
 for phase in PHASES:
-    if (child := os.fork()) == 0:
-        crash(Path(sys.argv[1]) / phase, phase)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, phase
+    assert dies(phase, phase=phase), phase
+call = 1
+while dies(f"call-{call}", call=call):
+    call += 1
+print(call - 1)
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Crashed:
+    """What processes left behind that died: a directory of checkpoints for each phase and call."""
+
+    directory: Path
+    calls: int
+
+
 @pytest.fixture(scope="module")
-def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory of checkpoints for each phase, left behind by a process that died in it."""
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Crashed:
     directory = tmp_path_factory.mktemp("crashed")
-    subprocess.run([sys.executable, "-c", CRASHING, str(directory)], check=True, timeout=110)
-    return directory
+    command = [sys.executable, "-c", CRASHING, str(directory)]
+    done = subprocess.run(command, check=True, timeout=110, stdout=subprocess.PIPE, text=True)
+    return Crashed(directory, int(done.stdout))
 
 
 def checkpoint(step: int) -> Checkpoint:
@@ -134,12 +163,28 @@ def test_a_value_that_is_not_finite_is_never_written(where: str, bad: float, tmp
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_crash_at_any_phase_leaves_a_sound_checkpoint(phase: str, crashed: Path) -> None:  # I6, cases 86, 89
-    directory = crashed / phase
-    store = CheckpointStore(directory, keep=1)
+def test_a_crash_at_any_phase_leaves_a_sound_checkpoint(phase: str, crashed: Crashed) -> None:  # I6, cases 86, 89
     complete = PHASES.index(phase) >= PHASES.index("renamed")
-    assert_equal(store.load_latest(), checkpoint(2 if complete else 1))
-    # The next run writes over whatever the crash left, and cleans up.
+    assert_sound(crashed.directory / phase, step=2 if complete else 1)
+
+
+def test_a_crash_before_any_system_call_leaves_a_sound_checkpoint(crashed: Crashed) -> None:  # I6, cases 86, 89
+    assert crashed.calls > 20
+    steps = []
+    for call in range(1, crashed.calls + 1):
+        directory = crashed.directory / f"call-{call}"
+        found = CheckpointStore(directory, keep=1).load_latest()
+        assert found is not None
+        steps.append(found.step)
+        assert_sound(directory, step=found.step)
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
+
+
+def assert_sound(directory: Path, *, step: int) -> None:
+    """The newest checkpoint is whole; the next run writes over whatever the crash left, and cleans up."""
+    store = CheckpointStore(directory, keep=1)
+    assert_equal(store.load_latest(), checkpoint(step))
     store.save(checkpoint(2))
     store.save(checkpoint(3))
     assert sorted(path.name for path in directory.iterdir()) == ["latest", "step-3"]

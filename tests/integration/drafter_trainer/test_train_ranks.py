@@ -1,0 +1,117 @@
+"""One rank or several train the same, on data of every kind that is awkward (I6)."""
+
+from __future__ import annotations
+
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafter_trainer.dataset import DatasetWriter
+from drafter_trainer.tokenizer import TokenizerFacts, tokenizer_digests
+from tests.support.forking_trainer import ForkingTrainer
+from tests.support.training_world import HIDDEN_SIZE, Server, TrainingWorld, final_state, read_records, train
+
+# What depends on anchors and on what was consumed.
+ANCHORED = ("tokens", "position", "epoch", "acc_at", "prefix_len", "skipped")
+
+
+def test_one_two_and_three_ranks_train_the_same(
+    training_world: TrainingWorld, training_server: Server, trainers: ForkingTrainer, tmp_path: Path
+) -> None:  # cases 1, 2, 3, 9, 67, 70, 71
+    """On odd samples, with a partial last step in which some ranks have nothing, and a window of a single batch."""
+    changes = {
+        "data__path": write_odd_samples(tmp_path / "odd", training_world.target),
+        "batch__max_sequences": 1,
+        "batch__shuffle_window_samples": 64,
+        "run__steps": None,
+        "run__epochs": 2,
+        "target__window_bytes": 160 * 2 * HIDDEN_SIZE * 4,
+    }
+    ends = {}
+    for num_ranks in (1, 2, 3):
+        run_dir = tmp_path / f"ranks-{num_ranks}"
+        changes["batch__accumulation"] = 6 // num_ranks
+        flags = training_world.flags(training_server.address, run_dir, **changes)
+        environments = torchrun_environments(num_ranks) if num_ranks > 1 else [{}]
+        runs = [trainers.start(flags, environment=environment) for environment in environments]
+        assert [run.wait(100) for run in runs] == [0] * num_ranks, runs[0].text()
+        ends[num_ranks] = run_dir
+    reference = read_records(ends[1] / "metrics.jsonl")
+    assert [record["skipped"] for record in reference] == [0] * len(reference)
+    assert all(math.isfinite(record["loss"]) for record in reference if record["loss"] is not None)
+    assert sum(len(step) for step in consumed_by_step(ends[1], 1)) % 6, "the last step is to be a partial one"
+    for num_ranks in (2, 3):
+        assert consumed_by_step(ends[num_ranks], num_ranks) == consumed_by_step(ends[1], 1)
+        for mine, one in zip(read_records(ends[num_ranks] / "metrics.jsonl"), reference, strict=True):
+            assert mine["loss"] == (one["loss"] and pytest.approx(one["loss"], rel=1e-6))
+            # Equal anchors: the same slots were supervised, and guessed alike.
+            assert [mine[name] for name in ANCHORED] == [one[name] for name in ANCHORED]
+        expected = final_state(ends[1])["model"]
+        for name, tensor in final_state(ends[num_ranks])["model"].items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def torchrun_environments(num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
+    return [{name: str(value) for name, value in rank.items()} for rank in ranks]
+
+
+def write_odd_samples(directory: Path, tokenizer: Path) -> Path:
+    """A prepared dataset of 19 samples, most of them of a kind that preparation would drop; returns it.
+
+    Nothing supervised (case 1), a single token, the block's length exactly (case 2), supervision only in the last few
+    tokens (case 3) or in single tokens apart, and ordinary ones, long and short (case 9).
+    """
+    masks = [[False] * 12, [True], [False], [True] * 4, [False] * 60 + [True] * 3, [False, True] * 8]
+    masks += [[False] * length for length in (2, 5, 90)]
+    masks += [[False] * 4 + [True] * length for length in (1, 2, 5, 9, 17, 30, 55, 60, 80, 92)]
+    with DatasetWriter(directory) as writer:
+        for row, mask in enumerate(masks):
+            writer.add([(7 * row + 3 * index) % 400 for index in range(len(mask))], mask, row=row)
+        recipe = {"tokenizer": tokenizer_digests(tokenizer)}
+        facts = TokenizerFacts(num_tokens=400)
+        writer.finish(recipe=recipe, tokenizer=facts, rows=len(masks), truncated=0, dropped={})
+    return directory
+
+
+def test_a_dataset_smaller_than_one_step_is_trained_over_again(
+    training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:
+    changes = {"data__path": write_odd_samples(tmp_path / "odd", training_world.target), "run__steps": 2}
+    assert train(training_world, training_server.address, tmp_path / "run", **changes, batch__accumulation=30)
+    steps = read_records(tmp_path / "run" / "consumed-rank-0.jsonl")
+    samples = [sample for step in steps for batch in step["batches"] for sample in batch["samples"]]
+    assert [len(step["batches"]) for step in steps] == [30, 30]
+    assert sorted(samples[:19]) == list(range(19))
+    assert steps[-1]["batches"][-1]["epoch"] >= 2
+
+
+def test_a_partial_last_step_is_trained_as_it_is(
+    training_world: TrainingWorld, training_server: Server, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    changes = {"batch__accumulation": 7, "run__epochs": 1, "run__steps": None}
+    assert train(training_world, training_server.address, run_dir, **changes)
+    steps = [len(record["batches"]) for record in read_records(run_dir / "consumed-rank-0.jsonl")]
+    samples = [s for r in read_records(run_dir / "consumed-rank-0.jsonl") for b in r["batches"] for s in b["samples"]]
+    assert steps[:-1] == [7] * (len(steps) - 1)
+    assert 0 < steps[-1] < 7
+    assert sorted(samples) == list(range(len(samples)))
+
+
+def consumed_by_step(run_dir: Path, num_ranks: int) -> list[list[Any]]:
+    """Batches of each step, over all ranks, in plan order."""
+    ranks = [read_records(run_dir / f"consumed-rank-{rank}.jsonl") for rank in range(num_ranks)]
+    return [
+        sorted((batch for record in records for batch in record["batches"]), key=lambda batch: batch["position"])
+        for records in zip(*ranks, strict=True)
+    ]
