@@ -69,6 +69,8 @@ class ReplicaConfig(_Section):
     """Data port of replica 0; replica i listens on port_base + i. 0: any free port."""
     advertise_host: str = ""
     """Host that clients are told to reach replicas under; empty: the one under which they reached the front."""
+    socket_dir: Path | None = None
+    """Directory for Unix sockets as data endpoints (replica-0.sock and so on), for clients on this host; none: TCP."""
 
 
 class LimitsConfig(_Section):
@@ -208,6 +210,16 @@ class ServerConfig(BaseSettings):
                 f"replica.devices_per_replica: {self.replica.devices_per_replica}: "
                 f"{len(self.devices)} devices can't be divided evenly; give a divisor or other devices"
             )
+        if self.replica.devices_per_replica > 1 and "cpu" in self.devices:
+            raise ValueError(
+                "devices: cpu: a model is spread over accelerators only; give cuda devices, or leave out "
+                "replica.devices_per_replica"
+            )
+        if self.replica.socket_dir is not None and (self.replica.port_base or self.replica.advertise_host):
+            raise ValueError(
+                f"replica.socket_dir: {self.replica.socket_dir}: a Unix socket has no port and no host; leave out "
+                "replica.port_base and replica.advertise_host, or socket_dir"
+            )
         if self.buffers.host_slot_count <= self.limits.max_session_count:
             raise ValueError(
                 f"buffers.host_slot_count: {self.buffers.host_slot_count}: each of limits.max_session_count "
@@ -224,6 +236,11 @@ class ServerConfig(BaseSettings):
     def port(self) -> int:
         """Port part of `listen`."""
         return int(self.listen.rpartition(":")[2])
+
+    def replica_socket(self, index: int) -> str:
+        """Address of a replica's Unix socket, "unix:PATH"; empty where data endpoints are TCP."""
+        directory = self.replica.socket_dir
+        return f"unix:{directory.resolve()}/replica-{index}.sock" if directory is not None else ""
 
     @property
     def replica_devices(self) -> list[list[str]]:

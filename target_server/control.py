@@ -26,8 +26,8 @@ class Start:
         index: 0-based.
         devices: its devices.
         num_threads: its compute threads.
-        host: where its data endpoint listens.
-        port: on which port; 0 for any.
+        host: where its data endpoint listens: a host, or "unix:PATH".
+        port: on which port; 0 for any, or for a Unix socket.
         version: what it loads, a VersionRecord as JSON values; the digest is empty where nobody knows it yet.
         earlier: the versions before, newest first.
         config: the server's settings as JSON values.

@@ -34,12 +34,14 @@ from target_server.supervisor import ReplicaStatus, Supervisor
 from target_server.swap import SwapCoordinator
 from target_server.watching import watch_checkpoints
 
-__all__ = ["check_start", "serve"]
+__all__ = ["check_socket_dir", "check_start", "serve"]
 
 _log = logging.getLogger(__name__)
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetFrontService"].full_name
 _STOP_GRACE_S = 1.0
+# Linux's sun_path has 108 bytes, its end included.
+_SOCKET_PATH_BYTES = 107
 # What the second signal exits with: neither done nor the user's mistake.
 _EXIT_FORCED = 1
 
@@ -48,12 +50,12 @@ class FrontServicer(target_pb2_grpc.TargetFrontServiceServicer):
     """The front's RPCs."""
 
     def __init__(
-        self, supervisor: Supervisor, store: VersionStore, coordinator: SwapCoordinator, advertise_host: str
+        self, config: ServerConfig, supervisor: Supervisor, store: VersionStore, coordinator: SwapCoordinator
     ) -> None:
+        self._config = config
         self._supervisor = supervisor
         self._store = store
         self._coordinator = coordinator
-        self._advertise_host = advertise_host
 
     @maps_errors
     async def DescribeTarget(
@@ -77,13 +79,15 @@ class FrontServicer(target_pb2_grpc.TargetFrontServiceServicer):
             await context.write(message)
 
     def _describe(self, replica: ReplicaStatus) -> target_pb2.Replica:
+        socket_address = self._config.replica_socket(replica.index)
+        address = socket_address or f"{self._config.replica.advertise_host}:{replica.port}"
         return target_pb2.Replica(
             index=replica.index,
-            address=f"{self._advertise_host}:{replica.port}" if replica.port else "",
+            address=address if replica.port else "",
             devices=replica.devices,
             state=replica.state,
             restart_count=replica.restart_count,
-            port=replica.port,
+            port=0 if socket_address else replica.port,
             stats=replica.stats,
         )
 
@@ -96,6 +100,7 @@ def check_start(config: ServerConfig) -> None:
     """
     check_swap_directories(config)
     build_plan(config).check(config)
+    check_socket_dir(config)
     if not config.replica.port_base:
         return
     for index in range(len(config.replica_devices)):
@@ -104,6 +109,24 @@ def check_start(config: ServerConfig) -> None:
             raise UserError("replica.port_base", config.replica.port_base, f"replica {index} would have port {port}")
         with _bound(config.host, port, field="replica.port_base"):
             pass
+
+
+def check_socket_dir(config: ServerConfig) -> None:
+    """Refuses a directory in which replicas could not make their sockets.
+
+    Raises:
+        UserError: it can't be written to, or its path is too long.
+    """
+    directory = config.replica.socket_dir
+    if directory is None:
+        return
+    if not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
+        raise UserError("replica.socket_dir", directory, "is no directory that can be written to; make it first")
+    longest = config.replica_socket(len(config.replica_devices) - 1).removeprefix("unix:")
+    if len(os.fsencode(longest)) > _SOCKET_PATH_BYTES:
+        raise UserError(
+            "replica.socket_dir", directory, f"{longest} is too long for a socket ({_SOCKET_PATH_BYTES} bytes at most)"
+        )
 
 
 async def serve(config: ServerConfig, *, port_file: Path | None) -> int:
@@ -118,7 +141,7 @@ async def serve(config: ServerConfig, *, port_file: Path | None) -> int:
     changed = asyncio.Event()
     supervisor = Supervisor(config, store, changed.set)
     coordinator = SwapCoordinator(config, supervisor, store)
-    servicer = FrontServicer(supervisor, store, coordinator, config.replica.advertise_host)
+    servicer = FrontServicer(config, supervisor, store, coordinator)
     status = health.aio.HealthServicer()
     with exporting(config.metrics.listen, supervisor.replicas) as metrics_port:
         server, port = await _start_server(config, servicer, status)

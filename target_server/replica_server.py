@@ -273,7 +273,8 @@ async def _start_server(start: Start, servicer: ReplicaServicer) -> tuple[grpc.a
     for name in ("", SERVICE_NAME):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    port = server.add_insecure_port(f"{start.host}:{start.port}")
+    on_socket = start.host.startswith("unix:")
+    port = server.add_insecure_port(start.host if on_socket else f"{start.host}:{start.port}")
     await server.start()
     return server, port
 

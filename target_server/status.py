@@ -152,10 +152,14 @@ def _lines(description: target_pb2.DescribeTargetResponse) -> list[str]:
     ]
     for replica in description.replicas:
         lines.append(
-            f"replica {replica.index} {_state(replica.state)} on {','.join(replica.devices)}, port {replica.port}, "
+            f"replica {replica.index} {_state(replica.state)} on {','.join(replica.devices)}, {_endpoint(replica)}, "
             f"{replica.restart_count} restarts"
         )
     return lines
+
+
+def _endpoint(replica: target_pb2.Replica) -> str:
+    return replica.address if replica.address.startswith("unix:") else f"port {replica.port}"
 
 
 def _dtype(number: target_pb2.Dtype.ValueType) -> str:

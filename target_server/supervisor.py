@@ -237,7 +237,7 @@ class Supervisor:
             index=replica.index,
             devices=replica.devices,
             num_threads=thread_count(config),
-            host=config.host,
+            host=config.replica_socket(replica.index) or config.host,
             port=config.replica.port_base + replica.index if config.replica.port_base else 0,
             version=self._store.current.to_json(),
             earlier=[record.to_json() for record in self._store.earlier],

@@ -79,6 +79,25 @@ def test_many_clients_get_transformers_rows_while_copies_overlap(
         replica.wait_for(sessions=0, slots_free=5)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_model_spread_over_two_devices_gives_the_same_rows(overlap: bool, tmp_path: Path) -> None:
+    """I5: taps of blocks on either device arrive in one packed buffer, as transformers computes them."""
+    pytest.importorskip("accelerate")
+    path = write_target(tmp_path, "llama", dtype=torch.bfloat16)
+    target = load_target(ModelConfig(path=path), ["cuda:0", "cuda:1"])
+    assert {parameter.device.index for parameter in target.model.parameters()} == {0, 1}
+    batches = [[some_ids(length, seed=length + n) for length in (9, 1, 23)] for n in range(8)]
+    buffers = {"copy_overlap": overlap, "copy_audit": "always"}
+    with running_replica(target, buffers=buffers) as replica, StreamClient(replica.address) as client:
+        client.open(TAPS)
+        client.grant(1 << 20)
+        for request_id, batch in enumerate(batches):
+            client.request(request_id, batch)
+        for batch in batches:
+            assert torch.equal(client.receive_batch().rows_TLD, _oracle(target, batch))
+
+
 def test_checksum_is_the_same_on_both_sides() -> None:
     memory = torch.randint(0, 256, (8 * 5001,), dtype=torch.uint8)
     assert int(checksum(memory)) == int(checksum(memory.cuda()))

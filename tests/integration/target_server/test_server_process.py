@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from target_wire.framing import BatchFrameView
 from target_wire.v1 import target_pb2 as pb
 
+from drafter_trainer.client.discovery import serving_addresses
 from tests.support.served_targets import some_ids, write_target
 from tests.support.server_process import (
     START_TIMEOUT_S,
@@ -137,6 +138,20 @@ def test_killed_front_leaves_no_replica_behind(checkpoint: Path, tmp_path: Path)
         os.kill(server.process.pid, signal.SIGKILL)
         wait_until(lambda: not is_alive(replica), 10)
         assert _lost(client) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_replica_on_a_unix_socket_serves_and_comes_back_after_a_kill(checkpoint: Path, tmp_path: Path) -> None:
+    with running_server(checkpoint, tmp_path, "--replica.socket_dir", str(tmp_path)) as server:
+        (described,) = server.describe().replicas
+        assert (described.address, described.port) == (f"unix:{tmp_path}/replica-0.sock", 0)
+        assert serving_addresses(server.address, server.describe()) == [described.address]
+        before = capture(described.address, [2], [some_ids(9)]).body
+        with StreamClient(described.address) as client:
+            _read_into_a_batch(client)
+            os.kill(server.replica_pids()[0], signal.SIGKILL)  # its socket's file stays behind
+            assert _lost(client) is grpc.StatusCode.UNAVAILABLE
+        wait_until(lambda: server.describe().replicas[0].restart_count == 1 and _serving(server) == 1, START_TIMEOUT_S)
+        assert capture(described.address, [2], [some_ids(9)]).body == before
 
 
 def test_sigterm_drains_and_exits_0(checkpoint: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from target_server.__main__ import _parse, main
 from target_server.config import ServerConfig, load_config, resolved_lines
 from target_server.errors import UserError
+from target_server.front import check_socket_dir
 from target_server.supervisor import thread_count
 
 REPOSITORY = Path(__file__).parents[3]
@@ -46,7 +47,9 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeyp
         (["--limits.max_batch_token_count", "0"], "limits.max_batch_token_count: 0: "),
         (["--listen", "nowhere"], "listen: nowhere: "),
         (["--devices", "cpu,cpu,cpu", "--replica.devices_per_replica", "2"], "replica.devices_per_replica: 2: "),
+        (["--devices", "cpu,cpu", "--replica.devices_per_replica", "2"], "devices: cpu: "),
         (["--buffers.host_slot_count", "8"], "buffers.host_slot_count: 8: "),
+        (["--replica.socket_dir", "/tmp", "--replica.port_base", "9000"], "replica.socket_dir: /tmp: "),
         (["--config", "/none.yaml"], "--config: /none.yaml: "),
         (["--model.path", "/none"], "model.path: /none: no such directory"),
         ([], "model.path: -: not given"),
@@ -96,3 +99,15 @@ def test_reader_of_the_output_may_leave_early(program: list[str]) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 1
+
+
+@pytest.mark.parametrize(("name", "made", "reason"), [("none", False, "no directory"), ("x" * 120, True, "too long")])
+def test_socket_directory_is_checked_before_a_start(name: str, made: bool, reason: str, tmp_path: Path) -> None:
+    directory = tmp_path / name
+    if made:
+        directory.mkdir()
+    config, _ = load("--replica.socket_dir", str(directory))
+    with pytest.raises(UserError) as refused:
+        check_socket_dir(config)
+    assert refused.value.field == "replica.socket_dir"
+    assert reason in refused.value.fix
