@@ -40,7 +40,11 @@ _DEPTH = 2
 
 
 class DrivenReplica:
-    """A replica whose batches come from here and whose rows nobody reads."""
+    """A replica whose batches come from here and whose rows nobody reads.
+
+    Attributes:
+        slots: where they are until the slot is filled again.
+    """
 
     def __init__(self, target: LoadedTarget, streams: Streams, config: ServerConfig, session: Session) -> None:
         self._session = session
@@ -54,8 +58,8 @@ class DrivenReplica:
             on_failed=lambda job, error: self._ended.put((job, error)),
             on_fatal=lambda error: self._ended.put((None, error)),  # type: ignore[arg-type]
         )
-        slots = allocate_slots(streams, count=_DEPTH + 1, payload_bytes=slot_payload_bytes(target, config))
-        self._pool = SlotPool(slots, max_owner_count=1)
+        self.slots = allocate_slots(streams, count=_DEPTH + 1, payload_bytes=slot_payload_bytes(target, config))
+        self._pool = SlotPool(self.slots, max_owner_count=1)
         self._replica.start()
 
     def run(self, works: list[list[list[int]]]) -> float:

@@ -109,6 +109,7 @@ def _figures(turns: list[dict[str, float]], meter: _Meter) -> list[Figure]:
         figure("wire_cpu_s_per_gb", cpu["stream"], "s/GB", goal="<= 0.9", note="CPU of both sides"),
         figure("wire_gb_per_s", stream, "GB/s", note="one stream, a core a side"),
         figure("wire_raw_gb_per_s", raw, "GB/s", note="raw TCP loopback, same sizes"),
+        figure("wire_raw_cpu_s_per_gb", cpu["raw"], "s/GB", note="raw TCP loopback, same sizes"),
         figure("wire_naive_gb_per_s", naive, "GB/s", note="protobuf, default options"),
         figure("wire_naive_cpu_s_per_gb", cpu["naive"], "s/GB", note="protobuf, default options"),
     ]

@@ -56,6 +56,8 @@ class ModelConfig(_Section):
     """Compute and weight type; auto: what the checkpoint's config says, else float32."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
     """Attention backend of transformers; auto: the best that the model supports on its device."""
+    compile_blocks: bool = False
+    """Compile each decoder block with torch.compile: minutes at the first forward, and rows equal to rounding only."""
 
 
 class ReplicaConfig(_Section):

@@ -68,6 +68,8 @@ def load_target(settings: ModelConfig, devices: list[str]) -> LoadedTarget:
     layers = _blocks(decoder, path)
     weight = _embedding(model).weight
     dtype = _wire_dtype(weight.dtype, path)
+    if settings.compile_blocks:
+        _compile(layers)
     return LoadedTarget(
         model=model,
         decoder=decoder,
@@ -77,6 +79,15 @@ def load_target(settings: ModelConfig, devices: list[str]) -> LoadedTarget:
         output_device=next(layers[-1].parameters()).device,
         description=_describe(model, len(layers), dtype, path),
     )
+
+
+def _compile(layers: nn.ModuleList) -> None:
+    """Compiles the blocks in place, for any batch shape.
+
+    Only their `forward`: hooks stay outside of it, so capturing changes no graph and may end a forward as it does.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -79,6 +79,18 @@ def test_many_clients_get_transformers_rows_while_copies_overlap(
         replica.wait_for(sessions=0, slots_free=5)
 
 
+def test_compiled_blocks_give_rows_that_differ_by_rounding_only(tmp_path: Path) -> None:
+    path = write_target(tmp_path, "llama", dtype=torch.float32)
+    target = load_target(ModelConfig(path=path), ["cuda:0"])
+    compiled = load_target(ModelConfig(path=path, compile_blocks=True), ["cuda:0"])
+    batch = [some_ids(length, seed=length) for length in (9, 1, 23)]
+    with running_replica(compiled) as replica, StreamClient(replica.address, deadline_s=280) as client:
+        client.open(TAPS)
+        client.grant(1 << 20)
+        client.request(1, batch)
+        torch.testing.assert_close(client.receive_batch().rows_TLD, _oracle(target, batch), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("overlap", [True, False])
 def test_model_spread_over_two_devices_gives_the_same_rows(overlap: bool, tmp_path: Path) -> None:

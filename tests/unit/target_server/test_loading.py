@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from target_server.capture import capture_batch
 from target_server.config import ModelConfig
 from target_server.errors import UserError
 from target_server.loading import load_target
-from tests.support.served_targets import LAYERS, VOCAB_SIZE, write_target
+from target_server.packing import plan_parts
+from tests.support.served_targets import LAYERS, VOCAB_SIZE, some_ids, write_target
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,28 @@ def _refusal(directory: Path) -> str:
     assert refused.value.field == "model.path"
     assert "\n" not in str(refused.value)
     return refused.value.fix
+
+
+def test_compiled_blocks_give_the_same_rows(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by torch.compile and run without a code generator: what differs is the tracing, and that must not show."""
+    compiled: list[object] = []
+
+    def trace_only(function: object, **options: object) -> object:
+        compiled.append(function)
+        return real_compile(function, backend="eager", **options)
+
+    real_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", trace_only)
+    plain = load_target(ModelConfig(path=checkpoint), ["cpu"])
+    traced = load_target(ModelConfig(path=checkpoint, compile_blocks=True), ["cpu"])
+    assert len(compiled) == LAYERS
+    for lengths in ((7, 3), (5,), (2, 9, 4)):
+        ids = array("i", some_ids(sum(lengths)))
+        rows = []
+        for target in (plain, traced):
+            rows.append(torch.empty(sum(lengths), 2, 64))
+            capture_batch(target, ids, plan_parts(lengths, 1024), taps=(4, 1), packed_TLD=rows[-1])
+        assert torch.equal(rows[0], rows[1])
 
 
 def test_facts_are_those_of_the_checkpoint(checkpoint: Path) -> None:
