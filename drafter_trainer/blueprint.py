@@ -174,7 +174,7 @@ def draw_blueprint(
         UserError: Settings that don't fit the data or the target.
         TargetUnavailableError: Nobody has described the target in time.
     """
-    dataset = dataset or open_data(config)
+    dataset = open_data(config) if dataset is None else dataset
     check_longest_sample(dataset, max_tokens=config.batch.max_tokens)
     plan = Plan(
         dataset,
