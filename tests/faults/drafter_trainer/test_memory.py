@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 from target_wire.spec import DType
 
 from drafter_trainer.cli.settings import prepare_settings
@@ -23,6 +24,9 @@ from drafter_trainer.tokenizer import TokenizerFacts
 from tests.support.fake_target import HIDDEN_SIZE, FakeTarget
 from tests.support.forking_trainer import ForkingTrainer
 from tests.support.training_world import Server, TrainingWorld, read_records
+
+# The first test waits for a server, and for processes to import torch.
+pytestmark = pytest.mark.timeout(300)
 
 BATCHES = 2000
 TOKENS = 2048

@@ -30,6 +30,9 @@ from tests.support.training_world import (
     wait_for_step,
 )
 
+# The first test waits for a server, and for processes to import torch.
+pytestmark = pytest.mark.timeout(300)
+
 STEPS = 12
 
 

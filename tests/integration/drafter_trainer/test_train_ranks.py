@@ -15,6 +15,9 @@ from drafter_trainer.tokenizer import TokenizerFacts, tokenizer_digests
 from tests.support.forking_trainer import ForkingTrainer
 from tests.support.training_world import HIDDEN_SIZE, Server, TrainingWorld, final_state, read_records, train
 
+# The first test waits for a server, and for processes to import torch.
+pytestmark = pytest.mark.timeout(300)
+
 # What depends on anchors and on what was consumed.
 ANCHORED = ("tokens", "position", "epoch", "acc_at", "prefix_len", "skipped")
 
