@@ -6,7 +6,9 @@ field, unless the user names the field in ``run.allow_changed``.
 
 from __future__ import annotations
 
+import json
 import logging
+import zlib
 from pathlib import Path
 
 import torch
@@ -32,12 +34,40 @@ logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(blueprint: Blueprint, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint to go on from; None for a fresh start.
+    """The checkpoint to go on from; None for a fresh start. All ranks look, and only go on together.
 
     Raises:
-        UserError: ``run.resume`` and the run directory don't go together, or the checkpoint is of another training.
+        UserError: ``run.resume`` and the run directory don't go together, the checkpoint is of another training, or the
+            ranks disagree.
         CheckpointError: Every checkpoint is damaged.
     """
+    saved = find_checkpoint(blueprint, store)
+    check_ranks_agree(blueprint, saved)
+    return saved
+
+
+def check_ranks_agree(blueprint: Blueprint, saved: Checkpoint | None) -> None:
+    """Refuses ranks that would train different things as one run: nothing later would notice.
+
+    Raises:
+        UserError: They see different checkpoints, as on two machines that share no directory; or were started with
+            different settings or data.
+    """
+    # The target's version may change between two ranks' look at it.
+    identity = {name: value for name, value in blueprint.identity.items() if name != "target.digest"}
+    settings = zlib.crc32(json.dumps(identity, sort_keys=True).encode())
+    steps = saved.step if saved is not None else 0
+    (first_steps, first_settings), *others = blueprint.machine.ranks.gather([float(steps), float(settings)])
+    for rank, (rank_steps, rank_settings) in enumerate(others, 1):
+        if rank_steps != first_steps:
+            fix = f"rank {rank} finds {rank_steps:.0f} steps done there and the first rank {first_steps:.0f}; "
+            raise UserError("run.dir", blueprint.config.run.dir, fix + "give a directory that all ranks share")
+        if rank_settings != first_settings:
+            raise UserError(f"rank {rank}", "its settings or data", "differ from the first rank's; start all alike")
+
+
+def find_checkpoint(blueprint: Blueprint, store: CheckpointStore) -> Checkpoint | None:
+    """What this rank sees in the run directory; raises as ``load_checkpoint`` does."""
     run = blueprint.config.run
     if run.resume == "never":
         if store.paths() or blueprint.run_dir.metrics.exists():

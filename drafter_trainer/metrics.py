@@ -19,7 +19,15 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["ConsoleSink", "JsonlSink", "MetricsSink", "ProgressSink", "StepMetrics", "TensorBoardSink"]
+__all__ = [
+    "ConsoleSink",
+    "JsonlSink",
+    "MetricsSink",
+    "ProgressSink",
+    "StepMetrics",
+    "TensorBoardSink",
+    "truncate_after_step",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

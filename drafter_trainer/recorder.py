@@ -16,7 +16,15 @@ from typing import Any
 from drafter_trainer.checkpoint import Checkpoint, CheckpointStore, replace_json
 from drafter_trainer.ema import WeightAverage
 from drafter_trainer.guard import StepGuard
-from drafter_trainer.metrics import ConsoleSink, JsonlSink, MetricsSink, ProgressSink, StepMetrics, TensorBoardSink
+from drafter_trainer.metrics import (
+    ConsoleSink,
+    JsonlSink,
+    MetricsSink,
+    ProgressSink,
+    StepMetrics,
+    TensorBoardSink,
+    truncate_after_step,
+)
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import DrafterOptimizer
 from drafter_trainer.parallel import Ranks
@@ -53,7 +61,10 @@ class RecorderSettings:
 
 
 class Recorder:
-    """Told after each step. A context manager.
+    """Told after each step.
+
+    A context manager; entering it cuts off the records that the checkpoint doesn't cover, also those of ranks that the
+    run no longer has.
 
     Args:
         run_dir: Where everything goes.
@@ -83,6 +94,8 @@ class Recorder:
         self._consumed = JsonlSink(self._run_dir.consumed(self._ranks.rank), last_step=done)
         self._stack.callback(self._consumed.close)
         if self._ranks.is_first:
+            for path in self._run_dir.consumed_by_others(self._ranks.num_ranks):
+                truncate_after_step(path, done)
             for sink in self._build_sinks(done):
                 self._sinks.append(sink)
                 self._stack.callback(sink.close)
@@ -102,7 +115,7 @@ class Recorder:
             sink.record(metrics)
 
     def checkpoint(self, progress: Progress) -> None:
-        """Saves; returns on every rank once the checkpoint is on the disk."""
+        """Saves on the first rank, which returns once the checkpoint is on the disk."""
         if self._ranks.is_first:
             self._store.save(self._state(progress))
 

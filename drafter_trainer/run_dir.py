@@ -72,6 +72,11 @@ class RunDir:
         """Which samples a rank trained."""
         return self.root / f"consumed-rank-{rank}.jsonl"
 
+    def consumed_by_others(self, num_ranks: int) -> list[Path]:
+        """The same of ranks that the run had once, when it had more than these."""
+        mine = {self.consumed(rank) for rank in range(num_ranks)}
+        return sorted(set(self.root.glob("consumed-rank-*.jsonl")) - mine)
+
 
 def write_provenance(run_dir: RunDir, *, config: dict[str, Any], target: dict[str, Any]) -> None:
     """Writes config.yaml, and adds this start to provenance.json (a resumed run has several)."""

@@ -135,7 +135,7 @@ class ReplicaServicer:
         self._check_taking()
         head = await asyncio.to_thread(self._heads.open, request.version)
         description = head.describe()
-        await context.write(target_pb2.FetchHeadResponse(head=description))
+        await self._write_head(context, target_pb2.FetchHeadResponse(head=description))
         for index in range(len(description.tensors)):
             offset = 0
             while piece := await asyncio.to_thread(head.read, index, offset, _HEAD_FRAME_BYTES):
@@ -143,11 +143,12 @@ class ReplicaServicer:
                     tensor_index=index, offset_bytes=offset, crc32c=crc32c(piece), body=bytes(piece)
                 )
                 offset += len(piece)
-                await _before(
-                    context.write(target_pb2.FetchHeadResponse(frame=frame)),
-                    self._config.deadlines.write_timeout_s,
-                    "the client to take a frame of the head",
-                )
+                await self._write_head(context, target_pb2.FetchHeadResponse(frame=frame))
+
+    async def _write_head(self, context: _Context, message: target_pb2.FetchHeadResponse) -> None:
+        await _before(
+            context.write(message), self._config.deadlines.write_timeout_s, "the client to take a part of the head"
+        )
 
     async def _open(self, context: _Context) -> Session:
         """Reads the first message and answers it."""
@@ -164,7 +165,11 @@ class ReplicaServicer:
         session = self._new_session(terms)
         self._scheduler.add(session)
         try:
-            await context.write(self._opened(terms).SerializeToString())
+            await _before(
+                context.write(self._opened(terms).SerializeToString()),
+                self._config.deadlines.write_timeout_s,
+                "the client to take the answer to open",
+            )
         except BaseException:
             self._scheduler.remove(session)
             raise

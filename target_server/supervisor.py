@@ -149,13 +149,13 @@ class Supervisor:
         tasks = [asyncio.create_task(self._keep_alive(replica)) for replica in self.replicas]
         try:
             await asyncio.gather(*tasks)
+            if not self._stopping:
+                raise ReplicaStartError("every replica failed to start; their messages are above")
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.kill()
-        if not self._stopping:
-            raise ReplicaStartError("every replica failed to start; their messages are above")
 
     async def drain(self) -> None:
         """Lets every replica send what runs, then ends it; kills those that overrun their deadline."""
@@ -196,7 +196,12 @@ class Supervisor:
 
     async def _run_once(self, replica: ReplicaStatus) -> bool:
         """Runs one process to its end; returns whether it served."""
-        process = await self._spawn(replica)
+        try:
+            process = await self._spawn(replica)
+        except OSError as error:
+            replica.detail = f"its process can't be started ({(error.strerror or str(error)).lower()})"
+            _log.warning("replica %d: %s", replica.index, replica.detail)
+            return False
         replica.process = process
         assert process.stdout is not None
         served = False

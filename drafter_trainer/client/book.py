@@ -103,7 +103,7 @@ class RequestBook:
     def wait_s(self, *, now_s: float) -> float | None:
         """Time until the first back-off ends; None when no request waits for one."""
         waits = [r.not_before_s - now_s for r in self._requests.values() if r.holder is None]
-        return max(min(waits), 0.0) if waits else None
+        return min((wait_s for wait_s in waits if wait_s > 0), default=None)
 
     def find(self, sequence: int, *, holder: str) -> Request | None:
         """The request, if this replica owes it."""

@@ -92,6 +92,13 @@ def test_a_failed_request_goes_to_another_replica_while_there_is_one() -> None: 
     assert chosen(book, ["b"], now_s=20.0) == [(0, "b")]
 
 
+def test_a_request_that_waits_for_a_place_waits_for_no_back_off() -> None:
+    """Nothing will change by itself: whoever asks may sleep until an answer comes."""
+    book = book_with(3, depth=1)
+    chosen(book, ["a"], now_s=5.0)
+    assert book.wait_s(now_s=5.0) is None
+
+
 def test_waits_double_up_to_the_longest() -> None:  # rule 3
     assert [PATIENCE.backoff_s(attempts) for attempts in (1, 2, 3, 9)] == [1.0, 2.0, 3.0, 3.0]
 
