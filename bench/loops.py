@@ -120,9 +120,9 @@ def _main(
     forward(batches[-1])
     blocks = loaded.get_decoder().layers
     reply({"flops_per_token": flops_per_token(blocks), "matrix_flops_per_s": matrix_flops_per_s(where, element)})
-    for _ in commands():
+    for command in commands():
         began_s = time.perf_counter()
-        for batch in batches:
+        for batch in batches[command["first"] : command["end"]]:
             forward(batch)
         _synchronize(where)
         reply({"seconds": time.perf_counter() - began_s})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -39,19 +40,18 @@ class Work:
 
 
 class DiscardingRank:
-    """Asks for batches, round and round a list of them, and gives every slot back unread.
+    """Asks for batches and gives every slot back unread.
 
     Attributes:
         delivery: the client.
     """
 
-    def __init__(self, delivery: Delivery, works: Sequence[Work]) -> None:
+    def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
-        self._works = works
-        self._asked = self._taken = 0
+        self._asked = 0
 
-    def fetch(self, count: int) -> float:
-        """Asks for `count` batches, as many at a time as the ring has slots, and takes them all.
+    def fetch(self, works: Sequence[Work]) -> float:
+        """Asks for these batches, as many at a time as the ring has slots, and takes them all.
 
         Nothing is under way before or after, so time and CPU measured around it belong to these batches.
 
@@ -59,41 +59,35 @@ class DiscardingRank:
             Seconds.
         """
         began_s = time.perf_counter()
-        for taken in range(count):
-            while self.delivery.free_slots and self.outstanding < count - taken:
-                self._submit()
+        waiting = iter(works)
+        for _ in works:
+            for work in itertools.islice(waiting, self.delivery.free_slots):
+                self._submit(work)
             self._take()
         return time.perf_counter() - began_s
 
-    def arrivals_until(self, end_s: float) -> list[float]:
+    def arrivals_until(self, end_s: float, work: Work) -> list[float]:
         """Keeps the whole ring asked for; returns when each batch came, up to this point of the monotonic clock."""
         times_s: list[float] = []
         while not times_s or times_s[-1] < end_s:
             while self.delivery.free_slots:
-                self._submit()
+                self._submit(work)
             self._take()
             times_s.append(time.monotonic())
         return times_s
 
-    @property
-    def outstanding(self) -> int:
-        """Batches asked for and not taken."""
-        return self._asked - self._taken
-
-    def _submit(self) -> None:
-        work = self._works[self._asked % len(self._works)]
+    def _submit(self, work: Work) -> None:
         self.delivery.submit(position=self._asked, lengths=work.lengths, token_ids=work.token_ids)
         self._asked += 1
 
     def _take(self) -> None:
         self.delivery.release(self.delivery.take())
-        self._taken += 1
 
 
 @contextmanager
-def discarding_rank(front: str, terms: StreamTerms, works: Sequence[Work]) -> Iterator[DiscardingRank]:
-    """Runs a rank's client for the time of a block, its first batch received."""
+def discarding_rank(front: str, terms: StreamTerms, first: Work) -> Iterator[DiscardingRank]:
+    """Runs a rank's client for the time of a block; `first` has been received when it begins."""
     with Delivery([front], terms=terms, patience=Patience()) as delivery:
-        rank = DiscardingRank(delivery, works)
-        rank.fetch(1)
+        rank = DiscardingRank(delivery)
+        rank.fetch([first])
         yield rank

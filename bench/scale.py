@@ -29,6 +29,7 @@ __all__ = ["run"]
 _HIDDEN_SIZE = 8
 _TAPS = (1,)
 _BATCH_TOKENS = 16
+_WORK = Work.of([[1] * _BATCH_TOKENS])
 # All replicas together answer this many a second at best, so that every cell of the grid has enough answers to count.
 # At 64 replicas that is a forward of half a second; the reference target takes one to two.
 _IDEAL_PER_S = 128
@@ -90,7 +91,7 @@ def _measure(replicas: int, ranks: int, options: Options) -> _Cell:
         end_s = begin_s + intervals * interval_s
         pids = [server.pid, psutil.Process().pid, *(client.delivery.receiver_pid or 0 for client in clients)]
         with ThreadPoolExecutor(len(clients)) as pool:
-            runs = [pool.submit(client.arrivals_until, end_s) for client in clients]
+            runs = [pool.submit(client.arrivals_until, end_s, _WORK) for client in clients]
             time.sleep(max(0.0, begin_s - time.monotonic()))
             cpu_s = cpu_seconds(pids)
             time.sleep(max(0.0, end_s - time.monotonic()))
@@ -118,10 +119,9 @@ def _wait_for_sessions(server: Child, count: int) -> None:
 
 def _start_ranks(stack: ExitStack, front: str, count: int, slots: int) -> list[DiscardingRank]:
     """Starts every rank's client at once: each is a process that takes a second to import."""
-    work = [Work.of([[1] * _BATCH_TOKENS])]
 
     def start(index: int) -> DiscardingRank:
-        return stack.enter_context(discarding_rank(front, _terms(slots, index), work))
+        return stack.enter_context(discarding_rank(front, _terms(slots, index), _WORK))
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(start, range(count)))

@@ -69,7 +69,7 @@ def real_target(options: Options) -> RealTarget:
         raise BenchError(str(error)) from error
     on_gpu = torch.cuda.is_available()
     workload = Workload(
-        batches=options.pick(full=64 if on_gpu else 4, quick=3),
+        batches=options.pick(full=64 if on_gpu else 4, quick=2),
         batch_tokens=8192 if on_gpu else options.pick(full=512, quick=128),
         shortest=16,
         longest=1024 if on_gpu else options.pick(full=256, quick=64),

@@ -33,6 +33,7 @@ __all__ = ["run"]
 _HIDDEN_SIZE = 5120
 _TAPS = (1, 16, 31, 46, 61)
 _BATCH_TOKENS = 512  # 26 MB
+_WORK = Work.of([[1] * 128] * (_BATCH_TOKENS // 128))
 _SLOTS = 5
 _CLIENTS = 3
 
@@ -51,7 +52,7 @@ def run(options: Options) -> list[Figure]:
         sizes = Sizes(terms.max_batch_bytes, _SLOTS, frame_bytes)
         raw = stack.enter_context(raw_receiver(sizes, cores=server_cores))
         naive = stack.enter_context(naive_sender(sizes, batch_count=count, cores=server_cores))
-        rank = stack.enter_context(discarding_rank(server.ready["front"], terms, [_work()]))
+        rank = stack.enter_context(discarding_rank(server.ready["front"], terms, _WORK))
         meter = _Meter(terms.max_batch_bytes * count)
         ring = Ring.create(slot_bytes=terms.max_batch_bytes, slot_count=_SLOTS)
         _warm_up(rank, raw, naive, ring)
@@ -70,7 +71,7 @@ def run(options: Options) -> list[Figure]:
 
 def _warm_up(rank: DiscardingRank, raw: RawReceiver, naive: Child, ring: Ring) -> None:
     """Touches every page once: a ring is used round and round, its first lap is no measure."""
-    rank.fetch(_SLOTS)
+    rank.fetch([_WORK] * _SLOTS)
     raw.receive(_SLOTS)
     receive_naively(naive.ready["address"], ring.whole())
 
@@ -85,7 +86,7 @@ class _Meter:
     def stream(self, server: Child, rank: DiscardingRank, count: int) -> float:
         receiver = rank.delivery.receiver_pid
         assert receiver is not None
-        return self._measure("stream", [server.pid, receiver, os.getpid()], lambda: rank.fetch(count))
+        return self._measure("stream", [server.pid, receiver, os.getpid()], lambda: rank.fetch([_WORK] * count))
 
     def raw(self, receiver: RawReceiver, count: int) -> float:
         return self._measure("raw", [receiver.sender.pid, os.getpid()], lambda: receiver.receive(count))
@@ -123,9 +124,9 @@ def _many_clients(terms: StreamTerms, options: Options) -> Figure:
     with ExitStack() as stack:
         with pinned(server_cores):
             server = stack.enter_context(child("bench.simulated", _server(terms)))
-        ranks = [stack.enter_context(discarding_rank(server.ready["front"], terms, [_work()])) for _ in range(_CLIENTS)]
+        ranks = [stack.enter_context(discarding_rank(server.ready["front"], terms, _WORK)) for _ in range(_CLIENTS)]
         for _ in range(options.pick(full=3, quick=1)):
-            threads = [threading.Thread(target=rank.fetch, args=(count,)) for rank in ranks]
+            threads = [threading.Thread(target=rank.fetch, args=([_WORK] * count,)) for rank in ranks]
             began_s = time.perf_counter()
             for thread in threads:
                 thread.start()
@@ -139,10 +140,6 @@ def _terms() -> StreamTerms:
     return StreamTerms(
         taps=_TAPS, hidden_size=_HIDDEN_SIZE, dtype=DType.BFLOAT16, max_batch_tokens=_BATCH_TOKENS, slot_count=_SLOTS
     )
-
-
-def _work() -> Work:
-    return Work.of([[1] * 128] * (_BATCH_TOKENS // 128))
 
 
 def _server(terms: StreamTerms) -> dict[str, float]:
