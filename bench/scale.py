@@ -34,7 +34,8 @@ _WORK = Work.of([[1] * _BATCH_TOKENS])
 # At 64 replicas that is a forward of half a second; the reference target takes one to two.
 _IDEAL_PER_S = 128
 # Batches asked for per replica, over all ranks. Ranks don't see each other's requests, so queues are uneven: with 3 a
-# replica idles a sixth of the time, with 6 a fiftieth (discrete simulation of 64 x 24).
+# replica idles a sixth of the time, with 6 a fiftieth (discrete simulation of 64 x 24). And a slot per replica for each
+# rank: with fewer, which replicas a rank's first batches wait at decides how it fares (most / fewest 1.45, else 1.05).
 _OUTSTANDING_PER_REPLICA = 8
 # A thousand and a half connections on two busy cores take some twenty seconds.
 _CONNECT_S = 180.0
@@ -80,7 +81,7 @@ def _figures(replicas: int, ranks: int, cell: _Cell, *, largest: bool) -> list[F
 
 
 def _measure(replicas: int, ranks: int, options: Options) -> _Cell:
-    slots = max(4, math.ceil(_OUTSTANDING_PER_REPLICA * replicas / ranks))
+    slots = max(4, replicas, math.ceil(_OUTSTANDING_PER_REPLICA * replicas / ranks))
     interval_s = options.pick(full=4, quick=1)
     intervals = options.pick(full=3, quick=1)
     with ExitStack() as stack:
