@@ -6,6 +6,7 @@ batches as two loops without a server (`loops`). Server, loops and client take t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from sys import executable
 
+import psutil
 from target_wire.spec import DType
 
 from bench.child import child
+from bench.cores import cpu_seconds
 from bench.options import BenchError, Options
 from bench.pairs import ratios, take_numbered_turns
 from bench.rank import Work, discarding_rank
@@ -31,6 +34,17 @@ _TIMEOUT_S = 600.0
 _START_TIMEOUT_S = 300.0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Speed:
+    """Tokens a second, of time and of CPU time."""
+
+    by_clock: float
+    by_cpu: float
+
+    def __str__(self) -> str:
+        return f"{self.by_clock:.4g} tok/s"
+
+
 def run(options: Options) -> list[Figure]:
     """Measures the stream."""
     target = real_target(options)
@@ -38,32 +52,38 @@ def run(options: Options) -> list[Figure]:
     # On a CPU a batch takes seconds: many short pairs tell more than a few long ones.
     shares = [range(len(works))] if target.device != "cpu" else [range(i, i + 1) for i in range(len(works))]
     with ExitStack() as stack:
-        front = stack.enter_context(_server(target))
+        front, server_pid = stack.enter_context(_server(target))
         rank = stack.enter_context(discarding_rank(front, _terms(target), works[-1]))
         loops = {
             kind: stack.enter_context(child("bench.loops", {"kind": kind, **target.argument()}))
             for kind in ("plain", "limit")
         }
 
-        def tokens_per_s(kind: str, round_number: int) -> float:
+        pids = {"stream": _tree(server_pid), "limit": [loops["limit"].pid], "plain": [loops["plain"].pid]}
+
+        def speed(kind: str, round_number: int) -> _Speed:
             share = shares[round_number % len(shares)]
             chosen = works[share.start : share.stop]
+            cpu_s = cpu_seconds(pids[kind])
             if kind == "stream":
                 seconds = rank.fetch(chosen)
             else:
                 command = {"first": share.start, "end": share.stop}
                 seconds = loops[kind].ask(command, timeout_s=_TIMEOUT_S)["seconds"]
-            return sum(work.tokens for work in chosen) / seconds
+            tokens = sum(work.tokens for work in chosen)
+            return _Speed(tokens / seconds, tokens / (cpu_seconds(pids[kind]) - cpu_s))
 
-        kinds = ("stream", "limit", "plain")
-        measures = {kind: functools.partial(tokens_per_s, kind) for kind in kinds}
-        turns = take_numbered_turns(measures, rounds=options.pick(full=16, quick=2))
+        measures = {kind: functools.partial(speed, kind) for kind in pids}
+        speeds = take_numbered_turns(measures, rounds=options.pick(full=16, quick=2))
+        turns = [{kind: of.by_clock for kind, of in turn.items()} for turn in speeds]
+        cpu_turns = [{kind: of.by_cpu for kind, of in turn.items()} for turn in speeds]
         limit = loops["limit"].ready
         peak_tokens_per_s = limit["matrix_flops_per_s"] / limit["flops_per_token"]
     where = f"{target.device}, {target.dtype}"
     return [
         figure("stream_efficiency", ratios(turns, "stream", "plain"), "x", goal=">= 1.3", note="stream / plain loop"),
         figure("stream_vs_limit", ratios(turns, "stream", "limit"), "x", goal=">= 0.95", note="stream / needed blocks"),
+        *_cpu_figures(target, cpu_turns),
         figure("stream_tokens_per_s", [turn["stream"] for turn in turns], "tok/s", note=f"SmolLM2-135M, {where}"),
         figure(
             "stream_matrix_fraction",
@@ -74,6 +94,20 @@ def run(options: Options) -> list[Figure]:
         figure("plain_tokens_per_s", [turn["plain"] for turn in turns], "tok/s", note="plain loop"),
         figure("limit_tokens_per_s", [turn["limit"] for turn in turns], "tok/s", note="needed blocks only"),
     ]
+
+
+def _cpu_figures(target: RealTarget, cpu_turns: list[dict[str, float]]) -> list[Figure]:
+    """The same ratios by CPU time of server and loops, which other programs on the machine disturb less."""
+    if target.device != "cpu":
+        return []
+    return [
+        figure(f"{name}_cpu", ratios(cpu_turns, "stream", below), "x", note="the same by CPU seconds, client left out")
+        for name, below in (("stream_efficiency", "plain"), ("stream_vs_limit", "limit"))
+    ]
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def _terms(target: RealTarget) -> StreamTerms:
@@ -88,8 +122,8 @@ def _terms(target: RealTarget) -> StreamTerms:
 
 
 @contextmanager
-def _server(target: RealTarget) -> Iterator[str]:
-    """Runs `target-server` for the time of a block; gives the front's address."""
+def _server(target: RealTarget) -> Iterator[tuple[str, int]]:
+    """Runs `target-server` for the time of a block; gives the front's address and process id."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         port_file = Path(scratch) / "port"
         settings = {
@@ -108,6 +142,6 @@ def _server(target: RealTarget) -> Iterator[str]:
         try:
             with start_program("target-server", command, log=Path(scratch) / "log", environment={}) as program:
                 port = wait_for_file(port_file, program=program, timeout_s=_START_TIMEOUT_S)
-                yield f"127.0.0.1:{port.strip()}"
+                yield f"127.0.0.1:{port.strip()}", program.pid
         except DemoError as error:
             raise BenchError(str(error)) from error
