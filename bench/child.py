@@ -39,6 +39,8 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # As the programs' own processes: where cores are short, Linux divides them by session.
+            start_new_session=True,
         )
         self.pid = self._process.pid
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
