@@ -17,6 +17,7 @@ from target_wire.v1 import target_pb2 as pb
 
 from drafter_trainer.client.addresses import check_address
 from drafter_trainer.client.discovery import DescribedTarget, TargetAbsentError, TargetsDifferError, wait_for_target
+from drafter_trainer.client.shape import Shape, shape_of
 from drafter_trainer.client.terms import Patience, StreamTerms
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.dataset import TokenDataset
@@ -98,6 +99,15 @@ class Blueprint:
     terms: StreamTerms
 
     @property
+    def shape(self) -> Shape:
+        """What the target must stay while the run goes on."""
+        return shape_of(
+            self.target.described.response,
+            max_batch_tokens=self.config.batch.max_tokens,
+            max_sequence_tokens=self.dataset.meta.longest_tokens,
+        )
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What would silently change the training if it changed on resume, by setting."""
         config, plan = self.config, self.plan.settings
@@ -122,6 +132,7 @@ class Blueprint:
             "run.dtype": str(self.machine.compute_dtype),
             "loss.gamma": config.gamma,
             "target.digest": self.target.version.digest,
+            "target.tokenizer_digest": self.target.described.response.model.tokenizer_digest,
             "target.wire_dtype": str(self.target.wire_dtype),
         }
 

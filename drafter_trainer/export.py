@@ -34,10 +34,11 @@ from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.errors import CheckpointError, TrainerError, UserError
 from drafter_trainer.model import Drafter
 
-__all__ = ["export_drafter", "load_drafter", "published_config"]
+__all__ = ["export_drafter", "load_drafter", "published_config", "read_trained_for"]
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 ARCHITECTURE = "DFlashDraftModel"
+TRAINED_FOR = "trained_for"
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
 
 _AUTO_MODEL_FILE = "dflash.py"
@@ -75,6 +76,7 @@ def export_drafter(
     *,
     dtype: torch.dtype = torch.bfloat16,
     embedding_scale: float = 1.0,
+    trained_for: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a drafter for serving.
 
@@ -84,6 +86,7 @@ def export_drafter(
         directory: Made here. An earlier export is replaced; anything else in it is refused.
         dtype: Type of the written weights: bfloat16, float16 or float32.
         embedding_scale: `TargetHead.embedding_scale` of the target.
+        trained_for: Which target the weights were last trained on, as JSON values; readers ignore the key.
 
     Returns:
         `directory`.
@@ -98,7 +101,10 @@ def export_drafter(
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        write_json(partial / CONFIG_FILE, published_config(config, dtype=dtype, embedding_scale=embedding_scale))
+        published = published_config(config, dtype=dtype, embedding_scale=embedding_scale)
+        if trained_for is not None:
+            published[TRAINED_FOR] = dict(trained_for)
+        write_json(partial / CONFIG_FILE, published)
         (partial / _AUTO_MODEL_FILE).write_text(_AUTO_MODEL_CODE, encoding="utf-8")
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         for path in partial.iterdir():
@@ -109,6 +115,12 @@ def export_drafter(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory
+
+
+def read_trained_for(directory: Path) -> dict[str, Any] | None:
+    """Which target an exported drafter was trained for; None where its config doesn't say."""
+    found = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8")).get(TRAINED_FOR)
+    return dict(found) if isinstance(found, dict) else None
 
 
 def load_drafter(directory: Path, *, dtype: torch.dtype | None = None) -> Drafter:

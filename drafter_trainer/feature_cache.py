@@ -7,8 +7,11 @@ target is the slow side, an epoch is then paid for once.
 Owns bytes, bounded by `max_bytes`: when it is full, new sequences are simply not kept (epochs come round, so evicting
 the oldest would evict what is needed next). Must never mix versions in a batch, keep anything not finite, or change the
 order. Off by default, since it trades one guarantee: a sequence's features are then those of the batch it first came
-in, and a resumed run fetches them in other batches, where the target's products may round otherwise in the last bit. A
-new version of the target is met only with the next batch that is really requested.
+in, and a resumed run fetches them in other batches, where the target's products may round otherwise in the last bit.
+
+Only features of the version served now are kept and put together: once another one is known to be served (its first
+batch begins to arrive, or its front says so), everything is forgotten and asked for anew. What was put together before
+counts as outstanding and is trained, with its own version's head, as a batch on its way would be.
 
 Used by one thread, like the source it wraps.
 """
@@ -17,10 +20,11 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from drafter_trainer.feed import BatchSource, ReceivedSlot
+from drafter_trainer.types import Version
 
 __all__ = ["CachedSource", "KeptSlot"]
 
@@ -54,14 +58,24 @@ class CachedSource:
         row_bytes: Bytes of one token's features.
         max_bytes: Most bytes kept.
         max_outstanding: Batches that may be submitted and not released, kept ones included.
+        served_version: Says which version is served now; None when nobody knows.
     """
 
-    def __init__(self, inner: BatchSource, *, row_bytes: int, max_bytes: int, max_outstanding: int) -> None:
+    def __init__(
+        self,
+        inner: BatchSource,
+        *,
+        row_bytes: int,
+        max_bytes: int,
+        max_outstanding: int,
+        served_version: Callable[[], Version | None],
+    ) -> None:
         self._inner = inner
         self._row_bytes = row_bytes
         self._max_bytes = max_bytes
         self._max_outstanding = max_outstanding
-        self._version: tuple[int, str] | None = None
+        self._served_version = served_version
+        self._version: Version | None = None
         self._kept: dict[bytes, bytes] = {}
         self._kept_bytes = 0
         self._queue: collections.deque[_Asked | KeptSlot] = collections.deque()
@@ -79,6 +93,7 @@ class CachedSource:
 
     def submit(self, *, position: int, lengths: Sequence[int], token_ids: bytes) -> None:
         """Asks for the next batch; see `BatchSource`."""
+        self._look_at_version()
         keys = _sequence_keys(lengths, token_ids)
         kept = self._put_together(position, keys)
         if kept is not None:
@@ -94,7 +109,8 @@ class CachedSource:
         if isinstance(item, KeptSlot):
             return item
         slot: ReceivedSlot = self._inner.take()
-        if slot.finite:
+        self._look_at_version()
+        if slot.finite and self._version is not None and slot.version_digest == self._version.digest:
             self._keep(slot, item)
         return slot
 
@@ -104,6 +120,19 @@ class CachedSource:
         if not isinstance(slot, KeptSlot):
             self._inner.release(slot)
 
+    def take_asked_again(self) -> int:
+        """See `BatchSource`."""
+        return self._inner.take_asked_again()
+
+    def _look_at_version(self) -> None:
+        served = self._served_version()
+        if served == self._version:
+            return
+        if self._version is not None and served is not None and served.digest != self._version.digest:
+            self._kept.clear()
+            self._kept_bytes = 0
+        self._version = served
+
     def _put_together(self, position: int, keys: Sequence[bytes]) -> KeptSlot | None:
         if self._version is None or any(key not in self._kept for key in keys):
             return None
@@ -111,11 +140,6 @@ class CachedSource:
         return KeptSlot(position, payload, *self._version, replica_index=-1)
 
     def _keep(self, slot: ReceivedSlot, asked: _Asked) -> None:
-        version = (slot.version_number, slot.version_digest)
-        if version != self._version:
-            self._kept.clear()
-            self._kept_bytes = 0
-            self._version = version
         start = 0
         for key, length in zip(asked.keys, asked.lengths, strict=True):
             size = length * self._row_bytes

@@ -54,6 +54,9 @@ class BatchSource(Protocol):
     def release(self, slot: Any) -> None:
         """The slot may be filled again; in the order of taking."""
 
+    def take_asked_again(self) -> int:
+        """Batches that were asked for again since the last call: nobody has the head of their version any more."""
+
 
 class MicroBatches(Protocol):
     """What a feed needs of a plan."""
@@ -101,11 +104,12 @@ class Feed:
         self._source = source
         self._settings = settings
         first = settings.start + (settings.rank - settings.start) % settings.num_ranks
-        self._positions = iter(range(first, settings.stop, settings.num_ranks))
+        self._positions = self._positions_from(first)
         self._planned: collections.deque[MicroBatch] = collections.deque()
         self._submitted = 0  # of those planned
         self._copier = _DeviceCopier(settings.device) if settings.device.type == "cuda" else None
         self.wait_s = 0.0
+        self._thrown_away = 0
 
     def upcoming(self, count: int) -> list[MicroBatch]:
         """The next micro-batches in order, at most ``count``, without waiting; fewer only at the end."""
@@ -151,6 +155,28 @@ class Feed:
         """Seconds waited for batches since the last call."""
         waited_s, self.wait_s = self.wait_s, 0.0
         return waited_s
+
+    def take_asked_again(self) -> int:
+        """Batches that were asked for again since the last call."""
+        thrown_away, self._thrown_away = self._thrown_away, 0
+        return thrown_away + self._source.take_asked_again()
+
+    def go_back(self, position: int) -> None:
+        """Goes back to one of this rank's positions: what is on the way is thrown away and asked for again.
+
+        Waits for what is on the way, since a slot can't be given up while it's being filled.
+        """
+        upcoming = self._planned[0].position if self._planned else next(self._positions, self._settings.stop)
+        self._thrown_away += -((position - upcoming) // self._settings.num_ranks) + self._submitted
+        for _ in range(self._submitted):
+            self._source.release(self._source.take())
+        self._submitted = 0
+        self._planned.clear()
+        self._positions = self._positions_from(position)
+        self.fill()
+
+    def _positions_from(self, first: int) -> Iterator[int]:
+        return iter(range(first, self._settings.stop, self._settings.num_ranks))
 
     def _plan_one(self) -> bool:
         position = next(self._positions, None)

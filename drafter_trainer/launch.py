@@ -56,9 +56,10 @@ def run_training(config: TrainerConfig, *, dataset: TokenDataset | None = None) 
     try:
         blueprint = draw_blueprint(config, run_dir=run_dir, machine=machine, dataset=dataset)
         store = CheckpointStore(run_dir.checkpoints, keep=config.run.keep_checkpoints)
-        heads = build_heads(blueprint)
-        learner = build_learner(blueprint, heads, load_checkpoint(blueprint, store))
-        return train(blueprint, heads, learner, store)
+        saved = load_checkpoint(blueprint, store)
+        with build_heads(blueprint) as heads:
+            learner = build_learner(blueprint, heads, saved)
+            return train(blueprint, heads, learner, store)
     except UserError:
         raise
     except TrainerError as error:
@@ -76,14 +77,14 @@ def train(blueprint: Blueprint, heads: HeadShelf, learner: Learner, store: Check
     recorder = Recorder(
         blueprint.run_dir, store=store, learner=learner, ranks=ranks, settings=recorder_settings(blueprint)
     )
-    with recorder, stop_on_signals() as should_stop, open_delivery(blueprint, should_stop) as delivery:
+    with recorder, stop_on_signals() as should_stop, open_delivery(blueprint, heads, should_stop) as delivery:
         loop = build_loop(blueprint, heads, learner, delivery, recorder)
         finished = loop.run(learner.progress, should_stop=should_stop)
         recorder.summarise(learner.progress, finished=finished)
     return finished
 
 
-def open_delivery(blueprint: Blueprint, should_stop: Callable[[], bool]) -> Delivery:
+def open_delivery(blueprint: Blueprint, heads: HeadShelf, should_stop: Callable[[], bool]) -> Delivery:
     """The streams; they start when it's entered.
 
     Raises:
@@ -91,7 +92,14 @@ def open_delivery(blueprint: Blueprint, should_stop: Callable[[], bool]) -> Deli
     """
     config, terms = blueprint.config, blueprint.terms
     try:
-        delivery = Delivery(config.target.addresses, terms=terms, patience=patience_of(config), should_stop=should_stop)
+        delivery = Delivery(
+            config.target.addresses,
+            terms=terms,
+            patience=patience_of(config),
+            heads=heads,
+            shape=blueprint.shape,
+            should_stop=should_stop,
+        )
     except OSError as error:
         fix = f"{terms.window_bytes} bytes can't be had here ({error.strerror}); give less"
         raise UserError("target.window_bytes", config.target.window_bytes, fix) from error
@@ -109,6 +117,8 @@ def build_heads(blueprint: Blueprint) -> HeadShelf:
         device=machine.device,
         dtype=machine.compute_dtype,
         final_norm_offset=norm_offset(blueprint),
+        window=blueprint.terms.slot_count,
+        absence_timeout_s=blueprint.config.target.wait_timeout_s,
     )
 
 
@@ -144,9 +154,16 @@ def build_loop(
         settings=step_settings(blueprint),
         average=learner.average,
         on_bad=dump_writer(blueprint, learner),
+        may_train=learner.follower.may_train,
     )
     return TrainLoop(
-        engine, feed=feed, guard=learner.guard, ranks=machine.ranks, watcher=recorder, settings=blueprint.loop
+        engine,
+        feed=feed,
+        guard=learner.guard,
+        follower=learner.follower,
+        ranks=machine.ranks,
+        watcher=recorder,
+        settings=blueprint.loop,
     )
 
 
@@ -167,7 +184,13 @@ def build_source(blueprint: Blueprint, delivery: Delivery) -> BatchSource:
     if not max_bytes:
         return delivery
     terms = blueprint.terms
-    return CachedSource(delivery, row_bytes=terms.row_bytes, max_bytes=max_bytes, max_outstanding=terms.slot_count)
+    return CachedSource(
+        delivery,
+        row_bytes=terms.row_bytes,
+        max_bytes=max_bytes,
+        max_outstanding=terms.slot_count,
+        served_version=delivery.served_version,
+    )
 
 
 def step_settings(blueprint: Blueprint) -> StepSettings:
@@ -185,6 +208,7 @@ def step_settings(blueprint: Blueprint) -> StepSettings:
         final_norm_offset=norm_offset(blueprint),
         compute_dtype=machine.compute_dtype,
         device=machine.device,
+        accumulation=config.batch.accumulation,
     )
 
 

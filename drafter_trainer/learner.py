@@ -20,6 +20,7 @@ from drafter_trainer.config import TrainerConfig
 from drafter_trainer.devices import resolve_compute_dtype
 from drafter_trainer.ema import WeightAverage
 from drafter_trainer.errors import UserError
+from drafter_trainer.following import Follower, Span
 from drafter_trainer.guard import StepGuard
 from drafter_trainer.heads import HeadShelf
 from drafter_trainer.model import Drafter
@@ -97,6 +98,9 @@ def check_unchanged(blueprint: Blueprint, saved: Checkpoint) -> None:
     if unknown:
         fix = "no such field; a refused resume lists the names"
         raise UserError("run.allow_changed", ",".join(unknown), fix)
+    if blueprint.config.target.on_target_change != "stop" and "target.digest" in changed:
+        before, now = changed.pop("target.digest")
+        logger.warning("the target's weights were %s and are %s now; following it", before, now)
     refused = {name: values for name, values in changed.items() if name not in allowed}
     if refused:
         diff = "; ".join(f"{name} was {before!r}, is {now!r}" for name, (before, now) in refused.items())
@@ -139,7 +143,24 @@ def build_learner(blueprint: Blueprint, heads: HeadShelf, saved: Checkpoint | No
     guard = StepGuard(
         max_in_a_row=config.optim.max_skipped_steps, spike_factor=config.optim.spike_factor, counters=counters
     )
-    return Learner(drafter=drafter, optimizer=optimizer, average=average, guard=guard, progress=progress)
+    follower = build_follower(blueprint, saved)
+    return Learner(
+        drafter=drafter, optimizer=optimizer, average=average, guard=guard, follower=follower, progress=progress
+    )
+
+
+def build_follower(blueprint: Blueprint, saved: Checkpoint | None) -> Follower:
+    """Knows the target's versions so far. A run that stops at a change takes what it was allowed to begin with."""
+    version = blueprint.target.version
+    on_change = blueprint.config.target.on_target_change
+    history = [Span(version, 0, 0)]
+    if saved is not None:
+        history = [Span.from_json(span) for span in saved.facts["target"]["history"]]
+        if on_change == "stop" and history[-1].version.digest != version.digest:
+            history.append(Span(version, saved.step + 1, saved.position))
+    ranks = blueprint.machine.ranks
+    window = blueprint.terms.slot_count * ranks.num_ranks
+    return Follower(history, on_change=on_change, window=window, say=ranks.is_first)
 
 
 def initialise(drafter: Drafter, config: TrainerConfig, blueprint: Blueprint, heads: HeadShelf) -> None:

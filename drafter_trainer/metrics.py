@@ -56,6 +56,8 @@ class StepMetrics:
     """Accuracy of slots 1, 2, ...; None where no such slot was supervised."""
     target_versions: list[int]
     """Versions of the target that made the features, ascending."""
+    asked_again: int = 0
+    """Batches that were asked for again in this step's time because the target had changed."""
     wait_s: float
     """Longest time a rank waited for batches, in seconds."""
     step_s: float
@@ -139,6 +141,7 @@ class TensorBoardSink:
         for name, value in dataclasses.asdict(metrics).items():
             if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(f"train/{name}", value, metrics.step)
+        self._writer.add_scalar("train/target_version", max(metrics.target_versions, default=0), metrics.step)
         for slot, accuracy in enumerate(metrics.acc_at, 1):
             if accuracy is not None:
                 self._writer.add_scalar(f"train/acc_at/{slot:02d}", accuracy, metrics.step)

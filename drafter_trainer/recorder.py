@@ -15,6 +15,7 @@ from typing import Any
 
 from drafter_trainer.checkpoint import Checkpoint, CheckpointStore, replace_json
 from drafter_trainer.ema import WeightAverage
+from drafter_trainer.following import Follower
 from drafter_trainer.guard import StepGuard
 from drafter_trainer.metrics import (
     ConsoleSink,
@@ -30,7 +31,7 @@ from drafter_trainer.optim import DrafterOptimizer
 from drafter_trainer.parallel import Ranks
 from drafter_trainer.run_dir import RunDir
 from drafter_trainer.trainer import Progress
-from drafter_trainer.types import MicroBatch
+from drafter_trainer.types import MicroBatch, Version
 
 __all__ = ["Learner", "Recorder", "RecorderSettings"]
 
@@ -44,6 +45,7 @@ class Learner:
     average: WeightAverage | None
     """Of the drafter's weights, where one is wanted."""
     guard: StepGuard
+    follower: Follower
     progress: Progress
 
 
@@ -104,11 +106,16 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def step_done(self, progress: Progress, micros: Sequence[MicroBatch], metrics: StepMetrics) -> None:
+    def step_done(
+        self, progress: Progress, batches: Sequence[tuple[MicroBatch, Version]], metrics: StepMetrics
+    ) -> None:
         """Records a step."""
         assert self._consumed is not None, "the recorder is not open"
-        batches = [{"position": m.position, "epoch": m.epoch, "samples": m.sample_ids} for m in micros]
-        self._consumed.write({"step": progress.step, "batches": batches})
+        consumed = [
+            {"position": m.position, "epoch": m.epoch, "samples": m.sample_ids, "target": version.digest}
+            for m, version in batches
+        ]
+        self._consumed.write({"step": progress.step, "batches": consumed})
         self._last = metrics
         self._accept_len = metrics.accept_len if metrics.accept_len is not None else self._accept_len
         for sink in self._sinks:
@@ -134,17 +141,29 @@ class Recorder:
             "loss": self._last.loss if self._last is not None else None,
             "accept_len_simulated": self._accept_len,
             "minutes": (time.monotonic() - self._started_s) / 60,
-            "target": self._settings.facts,
+            "target": self._facts(),
         }
         replace_json(self._run_dir.summary, summary)
+
+    def _facts(self) -> dict[str, Any]:
+        """The facts, with the target's version as of now and all that were trained."""
+        follower = self._learner.follower
+        current = follower.current
+        target = {
+            **self._settings.facts["target"],
+            "version": current.number,
+            "digest": current.digest,
+            "history": [span.to_json() for span in follower.history],
+        }
+        return {**self._settings.facts, "target": target}
 
     def _state(self, progress: Progress) -> Checkpoint:
         learner = self._learner
         return Checkpoint(
             step=progress.step,
             position=progress.position,
-            identity=self._settings.identity,
-            facts=self._settings.facts,
+            identity={**self._settings.identity, "target.digest": learner.follower.current.digest},
+            facts=self._facts(),
             counters={"tokens": progress.tokens, **learner.guard.counters},
             model=dict(learner.drafter.state_dict()),
             optimizer=learner.optimizer.state_dict(),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from drafter_trainer.anchors import Anchors, draw_anchors
 from drafter_trainer.ema import WeightAverage
+from drafter_trainer.errors import TargetChangedError
 from drafter_trainer.feed import FedBatch, Feed
 from drafter_trainer.guard import bad_step_reason
 from drafter_trainer.head import TargetHead
@@ -39,6 +40,9 @@ __all__ = ["BadBatch", "StepEngine", "StepOutcome", "StepSettings"]
 # untrained drafter advances one token a round.
 SIMULATED_DOCUMENTS = 4
 SIMULATED_TOKENS = 48
+# How often in a row a step is made again because the target changed within it; a target that changes faster than a
+# step can be made can't be trained on.
+MAX_MADE_AGAIN = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,8 @@ class StepSettings:
     compute_dtype: torch.dtype
     """Type of products; weights are fp32."""
     device: torch.device
+    accumulation: int = 1
+    """Micro-batches of one rank in a step, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,18 @@ class StepOutcome:
     culprits: tuple[Culprit, ...] = ()
     """Of a step left out: the micro-batches of all ranks that were not finite."""
     accept_len: float | None
+    versions: tuple[Version, ...] = ()
+    """Of this rank's micro-batches, in their order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """This rank's part of a step: its gradients are in the drafter."""
+
+    sums: StepSums
+    accept_len: float | None
+    versions: tuple[Version, ...]
+    culprits: tuple[Culprit, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +119,7 @@ class BadBatch:
 
 
 class Heads(Protocol):
-    """Heads by version; fetched when a new one is met."""
+    """Heads by version."""
 
     def head(self, version: Version) -> TargetHead:
         """The head of a version, on the drafter's device in the compute type."""
@@ -119,9 +137,11 @@ class StepEngine:
         settings: The arithmetic's settings.
         average: Follows the weights after each step that was made; acceptance is simulated with it.
         on_bad: Told of a micro-batch that made something not finite, before the next one is taken.
+        may_train: Whether a step of these batches (version to number, over all ranks) may be made; if not, it is made
+            again from batches that are asked for anew. May raise to end the run.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a step is made of, and two callers that it tells or asks
         self,
         drafter: Drafter,
         *,
@@ -132,6 +152,7 @@ class StepEngine:
         settings: StepSettings,
         average: WeightAverage | None = None,
         on_bad: Callable[[BadBatch], None] = lambda bad: None,
+        may_train: Callable[[Mapping[Version, int]], bool] = lambda counts: True,
     ) -> None:
         self.drafter = drafter
         self.optimizer = optimizer
@@ -141,6 +162,7 @@ class StepEngine:
         self._settings = settings
         self._average = average
         self._on_bad = on_bad
+        self._may_train = may_train
 
     def step(self, step: int, micros: Sequence[MicroBatch], *, simulate: bool) -> StepOutcome:
         """Trains this rank's micro-batches of one step; they are the feed's next ones.
@@ -149,15 +171,37 @@ class StepEngine:
             step: Number of the step; with the seed it decides all randomness.
             micros: May be empty in a partial last step.
             simulate: Whether to simulate acceptance on the first batch.
+
+        Raises:
+            TargetChangedError: The target changes faster than a step can be made.
         """
-        torch.manual_seed(step_seed(self._settings.seed, step))
         prepared = [self._prepare(micro) for micro in micros]
         weight_sum = self._ranks.sum(sum(item.targets.weight_sum for item in prepared))
+        for _ in range(MAX_MADE_AGAIN):
+            torch.manual_seed(step_seed(self._settings.seed, step))
+            mine = self._accumulate(step, prepared, weight_sum, simulate=simulate)
+            row = mine.sums.row(version_entries=self._settings.accumulation)
+            total = StepSums.over_ranks(self._ranks.gather(row), self._settings.block_size)
+            if self._may_train(total.versions):
+                return self._finish(mine, total, weight_sum)
+            self.drafter.zero_grad(set_to_none=True)
+            if micros:
+                self._feed.go_back(micros[0].position)
+        raise TargetChangedError(
+            f"the target changed {MAX_MADE_AGAIN} times within step {step}; swap less often, and all servers together"
+        )
+
+    def _accumulate(
+        self, step: int, prepared: Sequence[PreparedMicroBatch], weight_sum: float, *, simulate: bool
+    ) -> _Pass:
+        """Forward and backward of this rank's micro-batches, each with its own version's head."""
         sums = StepSums(block_size=self._settings.block_size)
         accept_len = None
+        versions: list[Version] = []
         culprits: list[Culprit] = []
         for number, item in enumerate(prepared):
             with self._feed.next_batch() as fed:
+                versions.append(fed.batch.target_version)
                 if simulate and number == 0 and fed.finite:
                     accept_len = self._simulate(fed)
                 output = self._forward_backward(fed, item, weight_sum)
@@ -167,11 +211,15 @@ class StepEngine:
                     culprits.append(bad.culprit)
                     self._on_bad(bad)
         sums.wait_s = self._feed.take_wait_s()
+        sums.asked_again = self._feed.take_asked_again()
+        return _Pass(sums, accept_len, tuple(versions), tuple(culprits))
+
+    def _finish(self, mine: _Pass, total: StepSums, weight_sum: float) -> StepOutcome:
+        """Sums the gradients of all ranks and updates, or leaves the step out."""
         self._ranks.sum_gradients(p for p in self.drafter.parameters() if p.requires_grad)
-        total = StepSums.over_ranks(self._ranks.gather(sums.row()), self._settings.block_size)
-        outcome = self._update(total, weight_sum, accept_len)
+        outcome = dataclasses.replace(self._update(total, weight_sum, mine.accept_len), versions=mine.versions)
         # Every rank knows by now whether the step is bad, so all take part in this.
-        return dataclasses.replace(outcome, culprits=self._everyones(culprits)) if outcome.bad else outcome
+        return dataclasses.replace(outcome, culprits=self._everyones(mine.culprits)) if outcome.bad else outcome
 
     def _prepare(self, micro: MicroBatch) -> PreparedMicroBatch:
         settings = self._settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.feed import FedBatch
+from drafter_trainer.following import pack_counts, unpack_counts
 from drafter_trainer.loss import LossOutput
+from drafter_trainer.types import Version
 
 __all__ = ["BadKind", "Culprit", "StepSums"]
 
@@ -69,7 +72,9 @@ class StepSums:
     epoch: int = 0
     correct: list[float] = dataclasses.field(default_factory=list)
     valid: list[float] = dataclasses.field(default_factory=list)
-    versions: set[int] = dataclasses.field(default_factory=set)
+    asked_again: int = 0
+    versions: Counter[Version] = dataclasses.field(default_factory=Counter)
+    """Micro-batches by the target version that made them."""
 
     def __post_init__(self) -> None:
         self.correct = self.correct or [0.0] * (self.block_size - 1)
@@ -104,7 +109,7 @@ class StepSums:
         self.valid = [a + b for a, b in zip(self.valid, by_slot[slots:], strict=True)]
         self.tokens += sum(fed.batch.micro.lengths)
         self.epoch = max(self.epoch, fed.batch.micro.epoch)
-        self.versions.add(fed.batch.target_version.number)
+        self.versions[fed.batch.target_version] += 1
         return self._judge(fed, loss, size_read)
 
     def _judge(self, fed: FedBatch, loss: float, gradient_size: float) -> BadKind | None:
@@ -119,20 +124,24 @@ class StepSums:
             self.bad[kind] += 1
         return kind
 
-    def row(self) -> list[float]:
-        """The sums as numbers to exchange; versions as the lowest and the highest (0: none)."""
+    def row(self, *, version_entries: int) -> list[float]:
+        """The sums as numbers to exchange; equally many on every rank, with room for so many versions."""
         lasting = [self.wait_s, float(self.epoch)]
-        versions = [float(min(self.versions, default=0)), float(max(self.versions, default=0))]
         bad = [float(self.bad[kind]) for kind in BAD_KINDS]
-        plain = [self.loss, float(self.tokens), self.prefix, float(self.blocks)]
-        return [*lasting, *versions, *bad, *plain, *self.correct, *self.valid]
+        plain = [self.loss, float(self.tokens), self.prefix, float(self.blocks), float(self.asked_again)]
+        versions = pack_counts(self.versions, entries=version_entries)
+        return [*lasting, *bad, *plain, *self.correct, *self.valid, *versions]
 
     @classmethod
     def over_ranks(cls, rows: Sequence[Sequence[float]], block_size: int) -> StepSums:
         """The sums over all ranks, in rank order; the longest wait and the latest epoch of any."""
+        slots = block_size - 1
+        stop = 10 + 2 * slots
         wait_s, epoch = (max(column) for column in zip(*(row[:2] for row in rows), strict=True))
-        bad = [int(sum(column)) for column in zip(*(row[4:7] for row in rows), strict=True)]
-        loss, tokens, prefix, blocks, *slots = (sum(column) for column in zip(*(r[7:] for r in rows), strict=True))
+        bad = [int(sum(column)) for column in zip(*(row[2:5] for row in rows), strict=True)]
+        loss, tokens, prefix, blocks, again, *by_slot = (
+            sum(column) for column in zip(*(row[5:stop] for row in rows), strict=True)
+        )
         return cls(
             block_size=block_size,
             loss=loss,
@@ -142,7 +151,8 @@ class StepSums:
             blocks=int(blocks),
             wait_s=wait_s,
             epoch=int(epoch),
-            correct=slots[: block_size - 1],
-            valid=slots[block_size - 1 :],
-            versions={int(version) for row in rows for version in row[2:4] if version},
+            correct=by_slot[:slots],
+            valid=by_slot[slots:],
+            asked_again=int(again),
+            versions=sum((unpack_counts(row[stop:]) for row in rows), Counter()),
         )

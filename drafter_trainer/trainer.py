@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from drafter_trainer.feed import Feed
+from drafter_trainer.following import Follower
 from drafter_trainer.guard import StepGuard
 from drafter_trainer.metrics import StepMetrics
 from drafter_trainer.parallel import Ranks
 from drafter_trainer.signals import StopRequestedError
 from drafter_trainer.step import StepEngine, StepOutcome
-from drafter_trainer.types import MicroBatch
+from drafter_trainer.types import MicroBatch, Version
 
 __all__ = ["LoopSettings", "Progress", "TrainLoop", "Watcher"]
 
@@ -37,8 +38,10 @@ class Progress:
 class Watcher(Protocol):
     """Told after each step, on every rank, from the training thread."""
 
-    def step_done(self, progress: Progress, micros: Sequence[MicroBatch], metrics: StepMetrics) -> None:
-        """A step is done; ``micros`` are this rank's."""
+    def step_done(
+        self, progress: Progress, batches: Sequence[tuple[MicroBatch, Version]], metrics: StepMetrics
+    ) -> None:
+        """A step is done; ``batches`` are this rank's, each with the target version that it was trained on."""
 
     def checkpoint(self, progress: Progress) -> None:
         """The state must be saved now."""
@@ -64,6 +67,7 @@ class TrainLoop:
         engine: One step's arithmetic.
         feed: This rank's batches, the engine's.
         guard: Counts steps left out.
+        follower: Knows the target's versions.
         ranks: Whom to agree with when to stop.
         watcher: Records and saves.
         settings: How long.
@@ -75,6 +79,7 @@ class TrainLoop:
         *,
         feed: Feed,
         guard: StepGuard,
+        follower: Follower,
         ranks: Ranks,
         watcher: Watcher,
         settings: LoopSettings,
@@ -82,6 +87,7 @@ class TrainLoop:
         self._engine = engine
         self._feed = feed
         self._guard = guard
+        self._follower = follower
         self._ranks = ranks
         self._watcher = watcher
         self._settings = settings
@@ -117,11 +123,13 @@ class TrainLoop:
         stop = min(progress.position + self._settings.micro_batches_per_step, self._settings.stop_position)
         micros = [m for m in self._feed.upcoming(self._settings.micro_batches_per_step) if m.position < stop]
         outcome = self._engine.step(step, micros, simulate=self._simulates(step))
-        self._judge(outcome, step, range(progress.position, stop))
+        positions = range(progress.position, stop)
+        self._judge(outcome, step, positions)
+        self._follower.trained(step, positions, outcome.sums.versions, asked_again=outcome.sums.asked_again)
         progress.step, progress.position = step, stop
         progress.tokens += outcome.sums.tokens
         metrics = step_metrics(progress, outcome, step_s=time.monotonic() - started_s, skipped=self._guard.skipped)
-        self._watcher.step_done(progress, micros, metrics)
+        self._watcher.step_done(progress, list(zip(micros, outcome.versions, strict=True)), metrics)
 
     def _simulates(self, step: int) -> bool:
         return self._ranks.is_first and (step == 1 or step % self._settings.simulate_every_steps == 0)
@@ -147,7 +155,8 @@ def step_metrics(progress: Progress, outcome: StepOutcome, *, step_s: float, ski
         accept_len=outcome.accept_len,
         prefix_len=sums.prefix / sums.blocks if sums.blocks else None,
         acc_at=[right / of if of else None for right, of in zip(sums.correct, sums.valid, strict=True)],
-        target_versions=sorted(sums.versions),
+        target_versions=sorted({version.number for version in sums.versions}),
+        asked_again=sums.asked_again,
         wait_s=sums.wait_s,
         step_s=step_s,
         skipped=skipped,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafter_trainer.cli.export import load_checkpoint, target_text, trained_for
 from drafter_trainer.cli.settings import read_settings, require
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.conversations import DroppedError, parse_prompt
@@ -35,10 +36,14 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     require(config, "evaluate.target_model", "evaluate.prompts")
     if config.evaluate.checkpoint is None:
         require(config, "run.dir")
-    report = measure(config, read_prompts(config))
+    report, target = measure(config, read_prompts(config))
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    print(json.dumps(report.to_json()) if options.json else as_text(report))
+    if options.json:
+        print(json.dumps({**report.to_json(), "trained_for": target}))
+    else:
+        print(as_text(report))
+        print(f"the drafter was trained for {target_text(target) if target else 'a target that it does not name'}")
     return EXIT_DONE
 
 
@@ -71,8 +76,8 @@ def read_prompts(config: TrainerConfig) -> list[Prompt]:
     return prompts
 
 
-def measure(config: TrainerConfig, prompts: Sequence[Prompt]) -> AcceptanceReport:
-    """Loads target and drafter, and measures."""
+def measure(config: TrainerConfig, prompts: Sequence[Prompt]) -> tuple[AcceptanceReport, dict[str, Any] | None]:
+    """Loads target and drafter, and measures; returns the report, and which target the drafter was trained for."""
     import torch  # noqa: PLC0415 - after everything that can be wrong with the options
 
     from drafter_trainer.devices import resolve_compute_dtype, resolve_device, resolve_num_threads  # noqa: PLC0415
@@ -84,7 +89,8 @@ def measure(config: TrainerConfig, prompts: Sequence[Prompt]) -> AcceptanceRepor
     except ValueError as error:
         raise UserError("run.device", config.run.device, str(error)) from error
     dtype = resolve_compute_dtype(config.evaluate.dtype, device)
-    drafter = load_any_drafter(config).to(device=device, dtype=dtype).eval().requires_grad_(False)
+    drafter, trained_for = load_any_drafter(config)
+    drafter = drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
     trained, wanted = drafter.config.block_size, config.evaluate.block_size
     if wanted is not None and wanted > trained:
         raise UserError("evaluate.block_size", wanted, f"the drafter was trained with {trained}; give at most that")
@@ -94,26 +100,25 @@ def measure(config: TrainerConfig, prompts: Sequence[Prompt]) -> AcceptanceRepor
         speed_prompts=config.evaluate.speed_prompts,
         progress=_progress(),
     )
-    return evaluate_acceptance(_load_target(config, device, dtype), drafter, prompts, settings)
+    return evaluate_acceptance(_load_target(config, device, dtype), drafter, prompts, settings), trained_for
 
 
-def load_any_drafter(config: TrainerConfig) -> Drafter:
-    """An exported or published drafter, a checkpoint, or the newest checkpoint of run.dir."""
-    from drafter_trainer.cli.export import load_checkpoint  # noqa: PLC0415 - loads torch
+def load_any_drafter(config: TrainerConfig) -> tuple[Drafter, dict[str, Any] | None]:
+    """An exported or published drafter, a checkpoint, or the newest checkpoint of run.dir; and its target, if named."""
     from drafter_trainer.drafter_config import DrafterConfig  # noqa: PLC0415
-    from drafter_trainer.export import load_drafter  # noqa: PLC0415
+    from drafter_trainer.export import load_drafter, read_trained_for  # noqa: PLC0415
     from drafter_trainer.model import Drafter  # noqa: PLC0415
 
     named = config.evaluate.checkpoint
     if named is not None and (named / "config.json").is_file():
-        return load_drafter(named)
+        return load_drafter(named), read_trained_for(named)
     if named is not None and not (named / "state.json").is_file():
         raise UserError("evaluate.checkpoint", named, "is neither an exported drafter nor a checkpoint")
     assert named is not None or config.run.dir is not None, "required before"
     checkpoint = load_checkpoint(config.run.dir or Path(), named)
     drafter = Drafter(DrafterConfig.from_json(checkpoint.facts["drafter_config"]))
     drafter.load_state_dict(checkpoint.final_weights)
-    return drafter
+    return drafter, trained_for(checkpoint)
 
 
 def as_text(report: AcceptanceReport) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafter_trainer.cli.settings import read_settings, require
 from drafter_trainer.errors import EXIT_DONE, UserError
@@ -14,7 +14,7 @@ from drafter_trainer.errors import EXIT_DONE, UserError
 if TYPE_CHECKING:
     from drafter_trainer.checkpoint import Checkpoint
 
-__all__ = ["load_checkpoint", "run"]
+__all__ = ["load_checkpoint", "run", "target_text", "trained_for"]
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -39,9 +39,23 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         output,
         dtype=dtype,
         embedding_scale=_embedding_scale(checkpoint, run_dir),
+        trained_for=(target := trained_for(checkpoint)),
     )
-    print(f"step {checkpoint.step} of {checkpoint.facts['target']['name']}'s drafter is in {output}")
+    print(f"step {checkpoint.step} of the drafter for {target_text(target)} is in {output}")
     return EXIT_DONE
+
+
+def trained_for(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The target that a checkpoint was last trained on, and how many of its versions came before."""
+    target = checkpoint.facts["target"]
+    facts = {name: target[name] for name in ("name", "version", "digest")}
+    return {**facts, "earlier_versions": len(target["history"]) - 1}
+
+
+def target_text(target: Mapping[str, Any]) -> str:
+    """A target in words."""
+    earlier = f", after {target['earlier_versions']} earlier ones" if target["earlier_versions"] else ""
+    return f"{target['name']} (weights {target['digest']}, version {target['version']}{earlier})"
 
 
 def load_checkpoint(run_dir: Path, named: Path | None) -> Checkpoint:
@@ -61,11 +75,16 @@ def load_checkpoint(run_dir: Path, named: Path | None) -> Checkpoint:
 
 
 def _embedding_scale(checkpoint: Checkpoint, run_dir: Path) -> float:
-    """The target's factor on its embedding, as kept with its head; engines read the bare table."""
+    """The target's factor on its embedding, as kept with its heads; engines read the bare table.
+
+    It's the architecture's, and the same for all versions of a run's target.
+    """
     from safetensors import safe_open  # noqa: PLC0415
 
-    head = run_dir / "heads" / f"head-{checkpoint.facts['target']['digest']}.safetensors"
-    if not head.is_file():
-        raise UserError("run.dir", run_dir, f"{head.name} is missing from its heads; give the whole run directory")
-    with safe_open(head, framework="numpy") as file:
+    heads = run_dir / "heads"
+    name = f"head-{checkpoint.facts['target']['digest']}.safetensors"
+    found = [heads / name] if (heads / name).is_file() else sorted(heads.glob("head-*.safetensors"))
+    if not found:
+        raise UserError("run.dir", run_dir, f"{name} is missing from its heads; give the whole run directory")
+    with safe_open(found[0], framework="numpy") as file:
         return float(json.loads(file.metadata()["facts"])["embedding_scale"])

@@ -12,6 +12,7 @@ No torch here; the receiver imports this.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import crc32c
 from target_wire.spec import HIDDEN_STATES
@@ -19,6 +20,8 @@ from target_wire.v1 import target_pb2 as pb
 
 from drafter_trainer.client.book import Request
 from drafter_trainer.client.terms import StreamTerms
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class ProtocolBrokenError(Exception):
@@ -117,5 +120,7 @@ def check_header(header: pb.BatchHeader, request: Request, terms: StreamTerms) -
             raise ProtocolBrokenError(f"batch header {field} is {announced!r}, expected {wanted!r}")
     if header.frame_count < 1:
         raise ProtocolBrokenError(f"batch header frame_count is {header.frame_count}")
-    if header.version.number < 1 or not header.version.digest:
-        raise ProtocolBrokenError("batch header names no target version")
+    if header.version.number < 1 or not _DIGEST.fullmatch(header.version.digest):
+        raise ProtocolBrokenError(
+            f"batch header names no target version: {header.version.number}/{header.version.digest[:40]!r}"
+        )

@@ -72,9 +72,12 @@ class RequestBook:
         return len(self._requests)
 
     def add(self, request: Request) -> None:
-        """Takes in a request; sequences ascend."""
+        """Takes in a request; sequences ascend, save for one that is asked for again."""
         assert request.sequence not in self._requests
+        in_order = not self._requests or next(reversed(self._requests)) < request.sequence
         self._requests[request.sequence] = request
+        if not in_order:
+            self._requests = dict(sorted(self._requests.items()))
 
     def held_by(self, replica: str) -> list[Request]:
         """What a replica owes, in plan order."""

@@ -3,6 +3,9 @@
 Owns the ring, the receiver process and the order. The receiver may die at any time: what has not been handed over is
 submitted to a new one, and the batches already whole in their slots stay valid. Used by one thread.
 
+A batch is handed over with its version's head at hand, fetched from the first word of that version on. Where nobody has
+that head any more, the batch is asked for again, in its place: then it comes in the version that is served now.
+
 A slot's life: `submit` gives it to the receiver, `take` to the caller, `release` frees it. Submission number modulo
 slot count is the slot, and both ends keep plan order, so there's nothing to search and nothing to leak.
 """
@@ -17,15 +20,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from drafter_trainer.client.port import Message, PortClosedError, TrainerPort
 from drafter_trainer.client.ring import Ring
+from drafter_trainer.client.served import ServedVersion
 from drafter_trainer.client.terms import Patience, StreamTerms, terms_to_json
-from drafter_trainer.errors import BatchFailedError, TargetUnavailableError, TrainerError
+from drafter_trainer.errors import (
+    BatchFailedError,
+    TargetChangedError,
+    TargetUnavailableError,
+    TrainerError,
+    UserError,
+)
 from drafter_trainer.signals import StopRequestedError
+from drafter_trainer.types import Version
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +47,9 @@ MAX_BARREN_RESTARTS = 5
 WAITING_LINE_EVERY_S = 10.0
 # How long a step may still wait for its batch once a stop was asked for. Containers are killed after ten seconds.
 STOP_PATIENCE_S = 4.0
+# How often one batch is asked for again because the head of its version is gone: each time the target has changed twice
+# since the batch was made.
+MAX_ASKED_AGAIN = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +75,16 @@ class Slot:
     attempts: int
 
 
+class HeadKeeper(Protocol):
+    """Who has the heads of the target's versions; `heads.HeadShelf` is one."""
+
+    def expect(self, version: Version) -> None:
+        """Batches of this version are coming: its head is fetched in the background. Doesn't wait."""
+
+    def wait(self, version: Version, *, timeout_s: float) -> bool:
+        """Whether the head is at hand; waits for it. Raises ``TargetChangedError`` when nobody has it any more."""
+
+
 class Delivery:
     """Batches from the target's replicas, once each and in order. A context manager.
 
@@ -68,6 +92,8 @@ class Delivery:
         addresses: Fronts of the servers.
         terms: Sizes of the run.
         patience: Deadlines and attempts.
+        heads: Whose heads the batches will need; None where nobody trains on them.
+        shape: What the target must be (`client.shape`); None takes any that fits the terms.
         should_stop: Whether the run was asked to stop; then a batch that doesn't come is not waited for.
 
     Raises:
@@ -80,11 +106,17 @@ class Delivery:
         *,
         terms: StreamTerms,
         patience: Patience,
+        heads: HeadKeeper | None = None,
+        shape: Mapping[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._addresses = list(addresses)
         self._terms = terms
         self._patience = patience
+        self._heads = heads
+        self._shape = shape
+        self._served = ServedVersion()
+        self._asked_again = 0
         self._should_stop = should_stop
         self._ring = Ring.create(slot_bytes=terms.max_batch_bytes, slot_count=terms.slot_count)
         self._pending: collections.deque[Submission] = collections.deque()
@@ -121,6 +153,16 @@ class Delivery:
         """Process id of the receiver, for people and tests."""
         return self._process.pid if self._process is not None else None
 
+    def served_version(self) -> Version | None:
+        """The version served now, as far as is known; None until anybody has told. Doesn't wait."""
+        self._listen()
+        return self._served.version
+
+    def take_asked_again(self) -> int:
+        """Batches that were asked for again since the last call."""
+        asked_again, self._asked_again = self._asked_again, 0
+        return asked_again
+
     def submit(self, *, position: int, lengths: Sequence[int], token_ids: bytes) -> None:
         """Asks for the next micro-batch in plan order; needs a free slot. Does not wait.
 
@@ -130,6 +172,7 @@ class Delivery:
             token_ids: int32 little-endian, the sequences one after the other.
         """
         assert self.free_slots > 0, "submit without a free slot"
+        self._listen()
         item = Submission(sequence=self._submitted, position=position, lengths=tuple(lengths), token_ids=token_ids)
         self._submitted += 1
         self._pending.append(item)
@@ -143,10 +186,32 @@ class Delivery:
 
         Raises:
             BatchFailedError: It failed on every attempt.
-            TargetUnavailableError: No replica for too long.
+            TargetUnavailableError: No replica, or no head, for too long.
+            TargetChangedError: The target changes faster than batches and heads can be fetched.
+            UserError: The target is another one now.
             StopRequestedError: A stop was asked for and the batch doesn't come.
         """
         assert self._taken < self._submitted, "take without a submission"
+        self._listen()
+        for _ in range(MAX_ASKED_AGAIN):
+            self._wait_for_batch()
+            version = Version(*self._ready[self._taken]["version"])
+            if self._heads is None or self._has_head(self._heads, version):
+                return self._hand_over()
+            self._ask_again(version)
+        position = self._pending[0].position
+        raise TargetChangedError(
+            f"batch at plan position {position} was asked for {MAX_ASKED_AGAIN} times, and each time the target had "
+            "changed and its head was gone before it could be trained; swap the target less often"
+        )
+
+    def release(self, slot: Slot) -> None:
+        """The batch is consumed and nothing reads it any more; slots are released in the order of their taking."""
+        assert self._released < self._taken, "release without a slot taken"
+        assert slot.position == self._in_use.popleft(), "slots are released in the order of their taking"
+        self._released += 1
+
+    def _wait_for_batch(self) -> None:
         heard_s = started_s = time.monotonic()
         while self._taken not in self._ready:
             try:
@@ -156,18 +221,46 @@ class Delivery:
                     self._hear(message)
                 elif time.monotonic() - heard_s > SILENCE_LIMIT_S:
                     raise PortClosedError(f"receiver process silent for {SILENCE_LIMIT_S:g} s")
-                if self._should_stop() and time.monotonic() - started_s > STOP_PATIENCE_S:
-                    raise StopRequestedError("asked to stop while waiting for a batch")
+                self._check_stop(started_s)
             except PortClosedError as error:
                 self._restart_receiver(str(error))
                 heard_s = time.monotonic()
-        return self._hand_over()
 
-    def release(self, slot: Slot) -> None:
-        """The batch is consumed and nothing reads it any more; slots are released in the order of their taking."""
-        assert self._released < self._taken, "release without a slot taken"
-        assert slot.position == self._in_use.popleft(), "slots are released in the order of their taking"
-        self._released += 1
+    def _has_head(self, heads: HeadKeeper, version: Version) -> bool:
+        """Waits for a version's head; False when nobody has it any more."""
+        started_s = time.monotonic()
+        try:
+            while not heads.wait(version, timeout_s=1.0):
+                self._check_stop(started_s)
+        except TargetChangedError as error:
+            logger.warning("%s; its batches are asked for again", error)
+            return False
+        return True
+
+    def _ask_again(self, version: Version) -> None:
+        """Asks again for everything that has come in this version and wasn't handed over."""
+        useless = [number for number, ready in self._ready.items() if ready["version"][1] == version.digest]
+        for number in useless:
+            del self._ready[number]
+        self._asked_again += len(useless)
+        try:
+            for item in self._pending:
+                if item.sequence in useless:
+                    self._send(item)
+        except PortClosedError as error:
+            self._restart_receiver(str(error))
+
+    def _check_stop(self, started_s: float) -> None:
+        if self._should_stop() and time.monotonic() - started_s > STOP_PATIENCE_S:
+            raise StopRequestedError("asked to stop while waiting for a batch")
+
+    def _listen(self) -> None:
+        """Takes in what the receiver has said, without waiting for more: a head is fetched from its first word on."""
+        try:
+            while (message := self._open_port().receive(0.0)) is not None:
+                self._hear(message)
+        except PortClosedError as error:
+            self._restart_receiver(str(error))
 
     def _hand_over(self) -> Slot:
         ready, item = self._ready.pop(self._taken), self._pending.popleft()
@@ -187,13 +280,24 @@ class Delivery:
 
     def _hear(self, message: Message) -> None:
         header, _ = message
-        if header["kind"] == "ready":
+        kind = header["kind"]
+        if kind == "ready":
             self._ready[header["sequence"]] = header
             self._barren_restarts = 0
-        elif header["kind"] == "alive":
+            self._expect(Version(*header["version"]))
+        elif kind == "begun":
+            self._expect(Version(*header["version"]))
+        elif kind == "served":
+            self._served.told_by_front(header["front"], Version(*header["version"]))
+        elif kind == "alive":
             self._say_waiting(header)
         else:
             raise delivery_error(header)
+
+    def _expect(self, version: Version) -> None:
+        self._served.told_by_batch(version)
+        if self._heads is not None:
+            self._heads.expect(version)
 
     def _say_waiting(self, alive: dict[str, Any]) -> None:
         now_s = time.monotonic()
@@ -234,6 +338,7 @@ class Delivery:
             "addresses": self._addresses,
             "terms": terms_to_json(self._terms),
             "patience": dataclasses.asdict(self._patience),
+            "shape": self._shape,
             "slot_bytes": self._ring.slot_bytes,
         }
         self._port.send(setup)
@@ -275,6 +380,11 @@ class Delivery:
 
 def delivery_error(failed: dict[str, Any]) -> TrainerError:
     """What the receiver gave up on, as the trainer's exception."""
+    if failed["kind"] == "replaced":
+        fix = f"another target is served there now: {failed['difference']}. Serve the old one again and run the same "
+        return UserError(
+            "target.addresses", failed["front"], fix + "command, or train a new drafter in another run.dir"
+        )
     if failed["position"] is None:
         return TargetUnavailableError(failed["reason"])
     attempts = "; ".join(f"{number}. {why}" for number, why in enumerate(failed["reasons"], 1))

@@ -1,12 +1,15 @@
 """Fetches the frozen ends of the target (embedding, head, final norm) and keeps them in the run directory.
 
-One file per version digest, so a resumed run need not fetch again and a target that changed is never confused with the
-one before. Blocks; used at start and when a new version is met.
+One file per digest of the weights, so a resumed run need not fetch again and a target that changed is never confused
+with the one before; the files used last are kept. A file that can't be read, or written, costs a fetch and nothing
+else. Blocks; used by the thread that fetches heads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +17,7 @@ from pathlib import Path
 import crc32c
 import grpc
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from target_wire.channel import channel_options
 from target_wire.codec import tensor_from_buffer
@@ -33,6 +36,10 @@ from drafter_trainer.types import Version
 # A head of 5 GB (250k rows of 5,120 in bf16, twice) at 50 MB/s, the slowest network that is of any use.
 FETCH_TIMEOUT_S = 120.0
 DESCRIBE_TIMEOUT_S = 5.0
+# Files kept: an RL loop's hundredth version must not fill the disk.
+KEPT_FILES = 4
+
+logger = logging.getLogger(__name__)
 
 
 def fetch_head(addresses: Sequence[str], version: Version, *, cache_dir: Path) -> TargetHead:
@@ -48,10 +55,20 @@ def fetch_head(addresses: Sequence[str], version: Version, *, cache_dir: Path) -
         TargetUnavailableError: No replica could be asked.
     """
     path = cache_dir / f"head-{version.digest}.safetensors"
-    if path.exists():
-        return load_head(path, version)
+    try:
+        head = load_head(path, version)
+        os.utime(path)
+        return head
+    except FileNotFoundError:
+        pass
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        logger.warning("%s can't be used (%s); fetching the head again", path, error)
     tensors, description = download_head(addresses, version)
-    save_head(path, tensors, description)
+    try:
+        save_head(path, tensors, description)
+        prune_heads(cache_dir)
+    except (OSError, SafetensorError) as error:
+        logger.warning("the head of target version %d isn't kept on the disk: %s", version.number, error)
     return build_head(tensors, head_facts(description), version)
 
 
@@ -96,9 +113,12 @@ def _replicas(addresses: Sequence[str], failures: list[str]) -> Iterator[str]:
 def _receive_head(
     stub: pb_grpc.TargetReplicaServiceStub, version: Version
 ) -> tuple[dict[str, Tensor], pb.HeadDescription]:
-    wanted = pb.TargetVersion(number=version.number, digest=version.digest)
+    # By digest alone: a server that was started again may count its versions from 1.
+    wanted = pb.TargetVersion(digest=version.digest)
     responses = stub.FetchHead(pb.FetchHeadRequest(version=wanted), timeout=FETCH_TIMEOUT_S)
     description = next(responses).head
+    if description.version.digest != version.digest:
+        raise HeadDamagedError(f"the head of version {description.version.digest} came for {version.digest}")
     specs = [spec_from_message(message) for message in description.tensors]
     bodies = [bytearray(spec.nbytes) for spec in specs]
     filled = [0] * len(specs)
@@ -155,8 +175,21 @@ def save_head(path: Path, tensors: dict[str, Tensor], description: pb.HeadDescri
     """Writes the file under another name and renames it: ranks may do so at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, temporary, metadata={"facts": json.dumps(head_facts(description))})
-    temporary.replace(path)
+    try:
+        save_file(tensors, temporary, metadata={"facts": json.dumps(head_facts(description))})
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def prune_heads(cache_dir: Path) -> None:
+    """Removes all but the files used last. Another rank may do so at the same time, or miss a file and fetch it."""
+    used: list[tuple[float, Path]] = []
+    for path in cache_dir.glob("head-*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):
+            used.append((path.stat().st_mtime, path))
+    for _, path in sorted(used, reverse=True)[KEPT_FILES:]:
+        path.unlink(missing_ok=True)
 
 
 def load_head(path: Path, version: Version) -> TargetHead:

@@ -25,6 +25,7 @@ if __name__ == "__main__":  # before grpc is imported and threads start
 
 import grpc
 import uvloop
+from target_wire.v1 import target_pb2 as pb
 
 from drafter_trainer.client.assembly import ReceivedBatch
 from drafter_trainer.client.book import ExhaustedError, Request, RequestBook
@@ -33,6 +34,7 @@ from drafter_trainer.client.failures import reason_of
 from drafter_trainer.client.port import ReceiverPort
 from drafter_trainer.client.ring import Ring
 from drafter_trainer.client.session import ReplicaSession, SessionLostError
+from drafter_trainer.client.shape import shape_difference
 from drafter_trainer.client.terms import patience_from_json, terms_from_json
 
 ALIVE_EVERY_S = 2.0
@@ -52,13 +54,22 @@ class DeliveryFailedError(Exception):
         self.request = request
 
 
+class TargetReplacedError(Exception):
+    """A front serves a target that this run can't go on with."""
+
+    def __init__(self, front: str, difference: str) -> None:
+        super().__init__(f"{front}: {difference}")
+        self.front = front
+        self.difference = difference
+
+
 class Receiver:
     """Keeps sessions and places requests.
 
     Args:
         port: To the trainer.
         ring: Where batches go.
-        setup: The trainer's first message: addresses, terms, patience.
+        setup: The trainer's first message: addresses, terms, patience, the target's shape.
     """
 
     def __init__(self, port: ReceiverPort, ring: Ring, setup: dict[str, Any]) -> None:
@@ -68,6 +79,9 @@ class Receiver:
         self._terms = terms_from_json(setup["terms"])
         self._patience = patience_from_json(setup["patience"])
         self._book = RequestBook(self._patience, depth=REQUESTS_PER_REPLICA, rank_name=self._terms.client_name)
+        self._shape: dict[str, Any] | None = setup["shape"]
+        self._owing_since_s = 0.0
+        self._version: tuple[int, str] | None = None
         self._sessions: dict[str, ReplicaSession] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._losses: collections.Counter[str] = collections.Counter()
@@ -80,7 +94,8 @@ class Receiver:
         """Works until the trainer says stop or is gone.
 
         Raises:
-            ExceptionGroup: Of ``DeliveryFailedError`` when a request can't be answered.
+            ExceptionGroup: Of ``DeliveryFailedError`` when a request can't be answered, of ``TargetReplacedError`` when
+                the target isn't the run's any more.
         """
         async with asyncio.TaskGroup() as group:
             followers = (self._follow_front(front, group) for front in self._fronts)
@@ -96,6 +111,8 @@ class Receiver:
             header, tail = message
             if header["kind"] == "stop":
                 return
+            if not len(self._book):
+                self._owing_since_s = time.monotonic()
             self._book.add(self._request(header, tail))
             self._changed.set()
 
@@ -130,11 +147,19 @@ class Receiver:
         except grpc.aio.AioRpcError as error:
             self._reasons[front] = str(reason_of(error))
             return set()
+        self._check_target(front, description)
         self._reasons.pop(front, None)
         serving = set(serving_addresses(front, description))
         if not serving:
             self._reasons[front] = "no replica is serving"
         return serving
+
+    def _check_target(self, front: str, description: pb.DescribeTargetResponse) -> None:
+        """Before anything is asked of a front's replicas: is it still the run's target, and in which version?"""
+        if self._shape is not None and (difference := shape_difference(self._shape, description)):
+            raise TargetReplacedError(front, difference)
+        version = [description.version.number, description.version.digest]
+        self._port.send({"kind": "served", "front": front, "version": version})
 
     async def _keep_session(self, address: str) -> None:
         """One session to one replica, and the wait before there may be another."""
@@ -194,6 +219,12 @@ class Receiver:
         self._reasons.clear()  # they are told while nobody serves, and are old news by then
         self._changed.set()
 
+    def batch_begun(self, session: ReplicaSession, version: tuple[int, str]) -> None:
+        """The trainer is told of another version while its first batch is still arriving."""
+        if version != self._version:
+            self._version = version
+            self._port.send({"kind": "begun", "version": list(version)})
+
     def batch_received(self, session: ReplicaSession, batch: ReceivedBatch) -> None:
         """A batch is whole: reported, or asked for again when it is damaged or not finite."""
         request = batch.request
@@ -227,7 +258,8 @@ class Receiver:
         """Regular word to the trainer: that this process lives, and what it waits for when nobody serves."""
         while True:
             await asyncio.sleep(ALIVE_EVERY_S)
-            absent_s = 0.0 if self._sessions else time.monotonic() - self._absent_since_s
+            waits = len(self._book) > 0 and not self._sessions
+            absent_s = time.monotonic() - max(self._absent_since_s, self._owing_since_s) if waits else 0.0
             reasons = "; ".join(f"{who}: {why}" for who, why in self._reasons.items())
             if absent_s > self._patience.absence_timeout_s:
                 raise DeliveryFailedError(f"no replica for {absent_s:.0f} s ({reasons})")
@@ -268,6 +300,11 @@ def failed_message(error: DeliveryFailedError) -> dict[str, Any]:
     }
 
 
+def replaced_message(error: TargetReplacedError) -> dict[str, Any]:
+    """Tells the trainer that the target isn't the run's any more."""
+    return {"kind": "replaced", "front": error.front, "difference": error.difference}
+
+
 def exhausted(error: ExhaustedError) -> DeliveryFailedError:
     """An exhausted request as the end of the run."""
     return DeliveryFailedError(f"{len(error.request.reasons)} attempts failed", error.request)
@@ -284,10 +321,11 @@ async def serve(ring_descriptor: int, port_descriptor: int) -> None:
     try:
         await Receiver(port, ring, setup).run()
     except ExceptionGroup as group:
-        failed = group.subgroup(DeliveryFailedError)
+        failed = group.subgroup((DeliveryFailedError, TargetReplacedError))
         if failed is None:
             raise
-        port.send(failed_message(_leaf(failed)))
+        error = _leaf(failed)
+        port.send(failed_message(error) if isinstance(error, DeliveryFailedError) else replaced_message(error))
     finally:
         await port.close()
         ring.close()

@@ -50,6 +50,9 @@ class SessionOwner(Protocol):
     def session_opened(self, session: ReplicaSession) -> None:
         """The replica is ready for requests."""
 
+    def batch_begun(self, session: ReplicaSession, version: tuple[int, str]) -> None:
+        """A batch of this target version (number, digest) has begun to arrive."""
+
     def batch_received(self, session: ReplicaSession, batch: ReceivedBatch) -> None:
         """A batch is whole in its slot (or damaged: look)."""
 
@@ -211,6 +214,7 @@ class ReplicaSession:
         if header.replica_index != self._replica_index:
             raise ProtocolBrokenError(f"a batch of replica {header.replica_index} from replica {self._replica_index}")
         self._assembly = BatchAssembly(header, request, terms=self._terms, body=self._body_of(request))
+        self._owner.batch_begun(self, (header.version.number, header.version.digest))
 
     def _fail_request(self, failed: pb.BatchFailed) -> None:
         request = self._owed_request(failed.request_id)
@@ -226,7 +230,11 @@ class ReplicaSession:
 
 
 def open_message(terms: StreamTerms) -> pb.Open:
-    """The session's first message."""
+    """The session's first message.
+
+    It expects no version of the target: what becomes of another one is decided batch by batch, where all ranks of a run
+    can agree on it, and a run that follows the target must be able to connect to any.
+    """
     return pb.Open(
         protocol_version=PROTOCOL_VERSION,
         taps=terms.taps,

@@ -84,6 +84,10 @@ class TargetSection(Section):
     feature_cache_bytes: int = Field(default=0, ge=0)
     """Host memory, per rank, in which features are kept so that later epochs don't ask the target again. 0: none, and a
     resumed run repeats an unbroken one bit for bit."""
+    on_target_change: Literal["follow", "finish_step_then_follow", "stop"] = "follow"
+    """When other weights are served (a swap, or a restart with another checkpoint of the same shape). follow: train on
+    with them, each batch with its own version's head; a step may hold both. finish_step_then_follow: the same, but no
+    step mixes them; one that would is made again. stop: checkpoint, then end with exit code 2."""
     wire_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Element type of the features on the wire; auto takes the target's own."""
 

@@ -30,7 +30,9 @@ SETTINGS = StepSettings(
     sampler=None,
     compute_dtype=torch.float32,
     device=torch.device("cpu"),
+    accumulation=3,
 )
+SERVED, OTHER = Version(1, "d"), Version(2, "e")
 
 
 class Batches:
@@ -45,6 +47,9 @@ class Batches:
 
     def take_wait_s(self) -> float:
         return 0.25
+
+    def take_asked_again(self) -> int:
+        return 0
 
 
 class OneHead:
@@ -62,11 +67,11 @@ def micro_batch(position: int, lengths: tuple[int, ...], *, supervised: float = 
     return dataclasses.replace(micro, position=position, sample_ids=ids)
 
 
-def fed_batch(micro: MicroBatch, *, finite: bool = True, scale: float = 1.0) -> FedBatch:
+def fed_batch(micro: MicroBatch, *, finite: bool = True, scale: float = 1.0, version: Version = SERVED) -> FedBatch:
     width = len(CONFIG.target_layer_ids) * CONFIG.hidden_size
     generator = torch.Generator().manual_seed(micro.position)
     features_TC = torch.randn(sum(micro.lengths), width, generator=generator) * scale
-    return FedBatch(TrainBatch(micro, features_TC, Version(1, "d"), 0), finite)
+    return FedBatch(TrainBatch(micro, features_TC, version, 0), finite)
 
 
 def run_step(

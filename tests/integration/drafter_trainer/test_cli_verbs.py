@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from drafter_trainer import prepare
 from drafter_trainer.checkpoint import CheckpointStore
 from drafter_trainer.tokenizer import file_digest
+from target_server.versions import weights_digest
 from tests.support.cli import run_cli
 from tests.support.tiny_tokenizer import conversations, write_jsonl
 
@@ -68,7 +69,12 @@ def test_export_writes_the_newest_checkpoint(run_dir, exported, capsys):
     written = load_file(exported / "model.safetensors")
     assert written.keys() == checkpoint.model.keys()
     assert all(torch.equal(written[name], checkpoint.model[name]) for name in written)
-    assert result_of(capsys, "inspect", exported)["dflash_config"]["target_layer_ids"] == [0, 2]
+    config = result_of(capsys, "inspect", exported)
+    assert config["dflash_config"]["target_layer_ids"] == [0, 2]
+    target = checkpoint.facts["target"]
+    assert config["trained_for"] == {
+        "name": "target", "version": 1, "digest": target["digest"], "earlier_versions": 0,
+    }  # fmt: skip
 
 
 def test_export_needs_the_head_beside_the_checkpoint(run_dir, tmp_path, capsys):
@@ -94,6 +100,7 @@ def test_evaluate_takes_a_drafter_in_every_form(drafter, run_dir, exported, trai
     assert (report["prompts"], report["identical"], report["mismatches"]) == (2, 2, 0)
     assert 1 <= report["accept_len"] <= 4
     assert report["block_size"] == 4
+    assert report["trained_for"]["digest"] == weights_digest(training_world.target)
 
 
 def test_evaluate_prints_a_table(exported, training_world, tmp_path, capsys):

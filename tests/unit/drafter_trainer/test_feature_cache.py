@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from drafter_trainer.feature_cache import CachedSource, KeptSlot
+from drafter_trainer.types import Version
 
 ROW_BYTES = 8
 
@@ -29,6 +30,12 @@ class _Target:
         self.requests: list[int] = []
         self.queue: collections.deque[_Slot] = collections.deque()
         self.released: list[int] = []
+
+    def served_version(self) -> Version:
+        return Version(self.version, f"d{self.version}")
+
+    def take_asked_again(self) -> int:
+        return 0
 
     @property
     def free_slots(self) -> int:
@@ -57,7 +64,9 @@ def _tokens(*sequences: list[int]) -> tuple[list[int], bytes]:
 
 
 def _source(target: _Target, max_bytes: int = 1 << 20) -> CachedSource:
-    return CachedSource(target, row_bytes=ROW_BYTES, max_bytes=max_bytes, max_outstanding=4)
+    return CachedSource(
+        target, row_bytes=ROW_BYTES, max_bytes=max_bytes, max_outstanding=4, served_version=target.served_version
+    )
 
 
 def _train(source: CachedSource, position: int, *sequences: list[int]):
@@ -89,17 +98,46 @@ def test_batch_with_one_unknown_sequence_is_requested_whole() -> None:
     assert target.requests == [0, 1]
 
 
-def test_never_mixes_versions() -> None:  # I3
+def test_what_was_kept_of_another_version_is_asked_for_again() -> None:  # I3
     target = _Target()
     source = _source(target)
     _train(source, 0, [1, 2])
     _train(source, 1, [3])
-    target.version = 2
-    _train(source, 2, [5])  # really requested: the new version is met, what was kept of the old one is dropped
-    slot, payload = _train(source, 3, [1, 2], [3])
-    assert target.requests == [0, 1, 2, 3]
+    target.version = 2  # nothing new is needed: without looking, it would never be noticed
+    slot, payload = _train(source, 2, [1, 2], [3])
+    assert target.requests == [0, 1, 2]
     assert slot.version_number == 2
     assert payload == _features(_tokens([1, 2], [3])[1], 2)
+    slot, payload = _train(source, 3, [3], [1, 2])
+    assert isinstance(slot, KeptSlot)
+    assert slot.version_number == 2
+    assert payload == _features(_tokens([3], [1, 2])[1], 2)
+
+
+def test_a_late_batch_of_an_earlier_version_is_handed_over_and_not_kept() -> None:  # I3
+    target = _Target()
+    source = _source(target)
+    _train(source, 0, [1])
+    lengths, token_ids = _tokens([2])
+    source.submit(position=1, lengths=lengths, token_ids=token_ids)  # made by version 1, taken once 2 is served
+    target.version = 2
+    slot = source.take()
+    assert (slot.version_number, bytes(slot.payload)) == (1, _features(token_ids, 1))
+    source.release(slot)
+    slot, payload = _train(source, 2, [2])
+    assert target.requests == [0, 1, 2]
+    assert payload == _features(token_ids, 2)
+
+
+def test_the_same_weights_under_another_number_are_kept() -> None:
+    target = _Target()
+    source = _source(target)
+    _train(source, 0, [1])
+    target.served_version = lambda: Version(7, "d1")
+    source._served_version = target.served_version
+    slot, _ = _train(source, 1, [1])
+    assert isinstance(slot, KeptSlot)
+    assert (slot.version_number, slot.version_digest) == (7, "d1")
 
 
 def test_keeps_nothing_that_is_not_finite() -> None:  # I4

@@ -64,6 +64,9 @@ class Source:
         self.buffers[index][: rows.nbytes] = rows.tobytes()
         return Slot(position, memoryview(self.buffers[index])[: rows.nbytes])
 
+    def take_asked_again(self) -> int:
+        return 0
+
     def release(self, slot: Slot) -> None:
         assert self.released < self.taken
         slot.payload[:] = b"\xff" * len(slot.payload)
@@ -143,3 +146,29 @@ def test_waiting_time_is_handed_out_once() -> None:
         pass
     assert feed.take_wait_s() >= 0
     assert feed.take_wait_s() == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6))
+def test_going_back_takes_the_same_batches_again_and_counts_what_was_thrown_away(
+    slots: int, num_ranks: int, taken: int
+) -> None:  # I1
+    for rank in range(num_ranks):
+        source = Source(slots)
+        feed = feed_of(source, stop=20 * num_ranks, rank=rank, num_ranks=num_ranks)
+        for _ in range(taken):
+            with feed.next_batch():
+                pass
+        thrown_away = source.submitted
+        feed.go_back(rank)
+        assert feed.take_asked_again() == thrown_away
+        assert drain(feed) == list(range(rank, 20 * num_ranks, num_ranks))
+        assert source.released == source.submitted == thrown_away + 20
+
+
+def test_going_back_at_the_end_of_the_plan() -> None:  # I1
+    source = Source(3)
+    feed = feed_of(source, stop=5)
+    drain(feed)
+    feed.go_back(3)
+    assert feed.take_asked_again() == 2
+    assert drain(feed) == [3, 4]
