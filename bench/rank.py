@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from bench.options import BenchError
 from drafter_trainer.client.delivery import Delivery
 from drafter_trainer.client.terms import Patience, StreamTerms
+from drafter_trainer.errors import TrainerError
 
 __all__ = ["DiscardingRank", "Work", "discarding_rank"]
 
@@ -86,8 +88,15 @@ class DiscardingRank:
 
 @contextmanager
 def discarding_rank(front: str, terms: StreamTerms, first: Work) -> Iterator[DiscardingRank]:
-    """Runs a rank's client for the time of a block; `first` has been received when it begins."""
-    with Delivery([front], terms=terms, patience=Patience()) as delivery:
-        rank = DiscardingRank(delivery)
-        rank.fetch([first])
-        yield rank
+    """Runs a rank's client for the time of a block; `first` has been received when it begins.
+
+    Raises:
+        BenchError: the client gave up.
+    """
+    try:
+        with Delivery([front], terms=terms, patience=Patience()) as delivery:
+            rank = DiscardingRank(delivery)
+            rank.fetch([first])
+            yield rank
+    except TrainerError as error:
+        raise BenchError(str(error)) from error
