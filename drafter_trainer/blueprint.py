@@ -19,7 +19,7 @@ from drafter_trainer.client.addresses import check_address
 from drafter_trainer.client.discovery import DescribedTarget, TargetAbsentError, TargetsDifferError, wait_for_target
 from drafter_trainer.client.shape import Shape, shape_of
 from drafter_trainer.client.terms import Patience, StreamTerms
-from drafter_trainer.config import TrainerConfig
+from drafter_trainer.config import TrainerConfig, default_gamma
 from drafter_trainer.dataset import TokenDataset
 from drafter_trainer.devices import resolve_compute_dtype, resolve_device, resolve_num_threads
 from drafter_trainer.drafter_config import DrafterConfig
@@ -34,6 +34,7 @@ from drafter_trainer.run_dir import RunDir
 from drafter_trainer.tokenizer import resolve_mask_token_id
 from drafter_trainer.trainer import LoopSettings
 from drafter_trainer.types import Version
+from drafter_trainer.warm_start import read_start_config
 
 __all__ = ["Blueprint", "Machine", "Target", "check_settings", "draw_blueprint", "prepare_machine"]
 
@@ -108,6 +109,12 @@ class Blueprint:
         )
 
     @property
+    def gamma(self) -> float:
+        """The loss's decay: as given, or the paper's for the drafter's block size."""
+        given = self.config.loss.gamma
+        return given if given is not None else default_gamma(self.target.drafter_config.block_size)
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What would silently change the training if it changed on resume, by setting."""
         config, plan = self.config, self.plan.settings
@@ -130,7 +137,7 @@ class Blueprint:
             "run.seed": plan.seed,
             "run.steps": self.loop.total_steps,
             "run.dtype": str(self.machine.compute_dtype),
-            "loss.gamma": config.gamma,
+            "loss.gamma": self.gamma,
             "target.digest": self.target.version.digest,
             "target.tokenizer_digest": self.target.described.response.model.tokenizer_digest,
             "target.wire_dtype": str(self.target.wire_dtype),
@@ -266,6 +273,7 @@ def meet_target(config: TrainerConfig, dataset: TokenDataset) -> Target:
             f"{described.address} speaks version {response.protocol_version} of the contract, "
             f"this trainer {PROTOCOL_VERSION}; install the same release on both sides"
         )
+    check_expected(config, response.model)
     if config.batch.max_tokens > response.max_batch_token_count:
         fix = f"the server takes {response.max_batch_token_count} tokens a batch; give at most that, or raise its limit"
         raise UserError("batch.max_tokens", config.batch.max_tokens, fix)
@@ -290,6 +298,19 @@ def feature_layout(config: TrainerConfig, described: DescribedTarget, drafter: D
     return FeatureLayout(drafter.target_layer_ids, drafter.hidden_size, model.layer_count - 1)
 
 
+def check_expected(config: TrainerConfig, model: pb.TargetModel) -> None:
+    """Refuses another target than the settings say.
+
+    Raises:
+        UserError: A size differs.
+    """
+    served = {"hidden_size": model.hidden_size, "num_layers": model.layer_count, "vocab_size": model.vocab_size}
+    for name, value in served.items():
+        expected = getattr(config.target, name)
+        if expected is not None and expected != value:
+            raise UserError(f"target.{name}", expected, f"the served {model.name} has {value}; serve another target")
+
+
 def check_data_fits(config: TrainerConfig, dataset: TokenDataset, response: pb.DescribeTargetResponse) -> None:
     """Refuses data that the server would refuse batch by batch.
 
@@ -311,11 +332,16 @@ def check_data_fits(config: TrainerConfig, dataset: TokenDataset, response: pb.D
 def resolve_drafter(config: TrainerConfig, described: DescribedTarget, dataset: TokenDataset) -> DrafterConfig:
     """The drafter's shape for the served target."""
     model = described.response.model
-    mask_token_id = resolve_mask_token_id(
-        config.drafter.mask_token_id, dataset.meta.tokenizer, vocab_size=model.vocab_size
-    )
+    start = read_start_config(config.drafter.init_from) if config.drafter.init_from is not None else None
+    mask_token_id = config.drafter.mask_token_id
+    if mask_token_id is None and start is not None:
+        mask_token_id = start.mask_token_id
     return resolve_drafter_config(
-        config.drafter, model, mask_token_id=mask_token_id, model_config=read_model_config(config.data.tokenizer)
+        config.drafter,
+        model,
+        mask_token_id=resolve_mask_token_id(mask_token_id, dataset.meta.tokenizer, vocab_size=model.vocab_size),
+        model_config=read_model_config(config.data.tokenizer),
+        start=start,
     )
 
 

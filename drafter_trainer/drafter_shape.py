@@ -8,6 +8,7 @@ target's.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from drafter_trainer.config import DrafterSection
 from drafter_trainer.drafter_config import FULL, SLIDING, DrafterConfig, default_target_layer_ids
 from drafter_trainer.errors import UserError
+from drafter_trainer.warm_start import apply_settings
 
 __all__ = ["TargetFacts", "read_model_config", "resolve_drafter_config"]
 
@@ -40,7 +42,12 @@ class TargetFacts(Protocol):
 
 
 def resolve_drafter_config(
-    section: DrafterSection, target: TargetFacts, *, mask_token_id: int, model_config: Mapping[str, Any]
+    section: DrafterSection,
+    target: TargetFacts,
+    *,
+    mask_token_id: int,
+    model_config: Mapping[str, Any],
+    start: DrafterConfig | None = None,
 ) -> DrafterConfig:
     """The drafter's config.
 
@@ -49,10 +56,13 @@ def resolve_drafter_config(
         target: The served target.
         mask_token_id: The row that stands for "to be drafted".
         model_config: The target's `config.json` (text part), or empty.
+        start: The drafter that weights are taken from, whose shape then is in place of the target's.
 
     Raises:
         UserError: A setting that doesn't fit the target.
     """
+    if start is not None:
+        return continued_config(start, section, target, mask_token_id=mask_token_id)
     taps = section.target_layer_ids or default_target_layer_ids(target.layer_count, section.num_layers)
     check_taps(taps, target.layer_count)
     if mask_token_id >= target.vocab_size:
@@ -77,6 +87,38 @@ def resolve_drafter_config(
             tie_word_embeddings=target.tie_word_embeddings,
             **geometry,
         )
+    except ValueError as error:
+        raise UserError("drafter", "settings", str(error)) from error
+
+
+def continued_config(
+    start: DrafterConfig, section: DrafterSection, target: TargetFacts, *, mask_token_id: int
+) -> DrafterConfig:
+    """The shape of a drafter that trains on, for this target.
+
+    Raises:
+        UserError: It was made for another target, or a setting doesn't go with its weights.
+    """
+    for name, its, here in (
+        ("wide", start.hidden_size, target.hidden_size),
+        ("layers deep", start.num_target_layers, target.layer_count),
+    ):
+        if its != here:
+            fix = f"it was made for a target {its} {name}, this one is {here}; give a drafter of this target"
+            raise UserError("drafter.init_from", section.init_from, fix)
+    windows = section.model_copy(update={"num_layers": start.num_hidden_layers})
+    check_taps(section.target_layer_ids or start.target_layer_ids, target.layer_count)
+    if mask_token_id >= target.vocab_size:
+        fix = f"the target's embedding has {target.vocab_size} rows; give an untrained one of them"
+        raise UserError("drafter.mask_token_id", mask_token_id, fix)
+    try:
+        start = dataclasses.replace(
+            start,
+            mask_token_id=mask_token_id,
+            vocab_size=target.vocab_size,
+            tie_word_embeddings=target.tie_word_embeddings,
+        )
+        return apply_settings(start, section, layer_types(windows))
     except ValueError as error:
         raise UserError("drafter", "settings", str(error)) from error
 

@@ -22,6 +22,7 @@ from target_wire.spec import DType
 from torch import Tensor
 
 from drafter_trainer.features import FeatureLayout
+from drafter_trainer.stopwatch import OFF, Stopwatch
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 
 __all__ = ["BatchSource", "FedBatch", "Feed", "FeedSettings"]
@@ -97,9 +98,13 @@ class Feed:
         plan: Positions to micro-batches.
         source: Where features come from.
         settings: Which positions, which shape, which device.
+        stopwatch: Times waiting and copying.
     """
 
-    def __init__(self, plan: MicroBatches, source: BatchSource, settings: FeedSettings) -> None:
+    def __init__(
+        self, plan: MicroBatches, source: BatchSource, settings: FeedSettings, *, stopwatch: Stopwatch = OFF
+    ) -> None:
+        self._stopwatch = stopwatch
         self._plan = plan
         self._source = source
         self._settings = settings
@@ -140,7 +145,7 @@ class Feed:
         assert slot.position == micro.position, f"batch {slot.position} where {micro.position} is due"
         features_TW = self._features(slot, micro)
         if self._copier is not None:
-            features_TW = self._copier.copy(features_TW)
+            features_TW = self._copier.copy(features_TW, self._stopwatch)
             self._source.release(slot)
             self.fill()
         version = Version(slot.version_number, slot.version_digest)
@@ -196,10 +201,11 @@ class _DeviceCopier:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, features_TW: Tensor) -> Tensor:
+    def copy(self, features_TW: Tensor, stopwatch: Stopwatch) -> Tensor:
         """The features on the device; the host bytes may be overwritten on return."""
         with torch.cuda.stream(self._stream):
-            on_device_TW = features_TW.to(self._device, non_blocking=True)
+            with stopwatch.part("h2d"):
+                on_device_TW = features_TW.to(self._device, non_blocking=True)
             copied = self._stream.record_event()
         training = torch.cuda.current_stream(self._device)
         training.wait_event(copied)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from drafter_trainer.blueprint import Blueprint, check_settings, draw_blueprint, patience_of, prepare_machine
+from drafter_trainer.bottleneck import Bottleneck
 from drafter_trainer.checkpoint import CheckpointStore
 from drafter_trainer.client.delivery import Delivery
 from drafter_trainer.config import TrainerConfig
@@ -144,6 +145,7 @@ def build_loop(
             layout=blueprint.target.layout,
             device=machine.device,
         ),
+        stopwatch=learner.drafter.stopwatch,
     )
     engine = StepEngine(
         learner.drafter,
@@ -200,7 +202,7 @@ def step_settings(blueprint: Blueprint) -> StepSettings:
         seed=config.run.seed,
         num_anchors=config.anchors.num_anchors,
         block_size=blueprint.target.drafter_config.block_size,
-        gamma=config.gamma if config.loss.type == "ce" else None,
+        gamma=blueprint.gamma if config.loss.type == "ce" else None,
         dpace_alpha=config.loss.dpace_alpha if config.loss.type == "dpace" else None,
         chunk_rows=config.loss.chunk_rows,
         sampler=build_sampler(blueprint),
@@ -234,6 +236,13 @@ def recorder_settings(blueprint: Blueprint) -> RecorderSettings:
     return RecorderSettings(
         total_steps=blueprint.loop.total_steps,
         log_every_steps=config.run.log_every_steps,
+        bottleneck_every_steps=config.run.bottleneck_every_steps,
+        bottleneck=Bottleneck(
+            replicas=len(blueprint.target.described.response.replicas),
+            ranks=blueprint.machine.ranks.num_ranks,
+            batches_ahead=blueprint.terms.slot_count,
+            cached=bool(config.target.feature_cache_bytes),
+        ),
         tensorboard=config.run.tensorboard,
         identity=blueprint.identity,
         facts={

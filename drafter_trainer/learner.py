@@ -12,7 +12,6 @@ import zlib
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from drafter_trainer.blueprint import Blueprint
 from drafter_trainer.checkpoint import Checkpoint, CheckpointStore, differences
@@ -26,8 +25,10 @@ from drafter_trainer.heads import HeadShelf
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import OptimSettings, build_optimizer
 from drafter_trainer.recorder import Learner
+from drafter_trainer.stopwatch import Stopwatch
 from drafter_trainer.target_layers import TargetLayersError, copy_target_layers
 from drafter_trainer.trainer import Progress
+from drafter_trainer.warm_start import read_start_weights
 
 __all__ = ["build_learner", "load_checkpoint"]
 
@@ -125,6 +126,10 @@ def build_learner(blueprint: Blueprint, heads: HeadShelf, saved: Checkpoint | No
         initialise(drafter, config, blueprint, heads)
     drafter.to(machine.device)
     drafter.recompute_layers = config.run.recompute_layers
+    if config.run.profile_stats:
+        drafter.stopwatch = Stopwatch(machine.device, inner=not config.run.compile_drafter)
+    if config.run.compile_drafter:
+        drafter.compile_parts()
     optimizer = build_optimizer(drafter, optim_settings(config, blueprint.loop.total_steps, device=machine.device))
     decay = config.optim.ema_decay
     average = WeightAverage(drafter, decay=decay) if decay is not None else None
@@ -178,17 +183,13 @@ def initialise(drafter: Drafter, config: TrainerConfig, blueprint: Blueprint, he
 
 
 def load_weights(drafter: Drafter, directory: Path) -> None:
-    """Takes over the weights of an exported drafter or a checkpoint.
+    """Takes over the weights of an exported or published drafter or a checkpoint.
 
     Raises:
         UserError: There are none, or they are of another shape.
     """
-    path = directory / "model.safetensors"
     try:
-        drafter.load_state_dict({name: tensor.float() for name, tensor in load_file(path).items()})
-    except OSError as error:
-        fix = f"no weights there ({error.strerror or error}); give the directory that holds model.safetensors"
-        raise UserError("drafter.init_from", directory, fix) from error
+        drafter.load_state_dict(read_start_weights(directory))
     except RuntimeError as error:
         fix = f"its weights don't fit this drafter: {str(error).splitlines()[-1].strip()}"
         raise UserError("drafter.init_from", directory, fix) from error

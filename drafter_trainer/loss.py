@@ -145,7 +145,9 @@ def drafter_loss(  # noqa: PLR0913 - what is learned from, and four independent 
         chunk_rows: Rows whose logits are held at once.
     """
     device = head.device
-    hidden_QE = block_hidden(drafter, head, batch, anchors)
+    stopwatch = drafter.stopwatch
+    with stopwatch.part("forward"):
+        hidden_QE = block_hidden(drafter, head, batch, anchors)
     valid_AK = targets.valid_AK
     row_R = valid_AK.flatten().nonzero()[:, 0]
     # The target's row that predicts a slot's token is that of the token before it.
@@ -156,19 +158,22 @@ def drafter_loss(  # noqa: PLR0913 - what is learned from, and four independent 
     if sampler is not None:
         rows, label_R = sampler.draw(head, label_R, position=batch.micro.position)
     hidden_RE = hidden_QE[row_R]
-    loss_R, correct_R = linear_cross_entropy(hidden_RE, rows, label_R, chunk_rows=chunk_rows)
-    loss_AK = _by_slot(loss_R.detach(), row_R, valid_AK)
-    if dpace_alpha is not None:
-        weight_AK = weight_AK * dpace_weights(loss_AK, valid_AK, alpha=dpace_alpha)
-    if distillation is not None:
-        assert batch.last_TD is not None, "the target was not asked for its last block"
-        target_RE = head.normed(batch.last_TD[before_R.to(batch.last_TD.device)].to(device))
-        divergence_R, _ = linear_distillation(
-            hidden_RE, target_RE, all_rows(head), divergence=distillation.divergence, chunk_rows=chunk_rows
-        )
-        loss_R = (1 - distillation.weight) * loss_R + distillation.weight * divergence_R
+    with stopwatch.part("head"):
+        loss_R, correct_R = linear_cross_entropy(hidden_RE, rows, label_R, chunk_rows=chunk_rows)
+    with stopwatch.part("loss"):
+        loss_AK = _by_slot(loss_R.detach(), row_R, valid_AK)
+        if dpace_alpha is not None:
+            weight_AK = weight_AK * dpace_weights(loss_AK, valid_AK, alpha=dpace_alpha)
+        if distillation is not None:
+            assert batch.last_TD is not None, "the target was not asked for its last block"
+            target_RE = head.normed(batch.last_TD[before_R.to(batch.last_TD.device)].to(device))
+            divergence_R, _ = linear_distillation(
+                hidden_RE, target_RE, all_rows(head), divergence=distillation.divergence, chunk_rows=chunk_rows
+            )
+            loss_R = (1 - distillation.weight) * loss_R + distillation.weight * divergence_R
+        loss_sum = (loss_R * weight_AK.flatten()[row_R]).sum()
     return LossOutput(
-        loss_sum=(loss_R * weight_AK.flatten()[row_R]).sum(),
+        loss_sum=loss_sum,
         weight_sum=targets.weight_sum,
         cross_entropy_AK=loss_AK,
         correct_AK=_by_slot(correct_R, row_R, valid_AK),

@@ -64,6 +64,8 @@ class StepMetrics:
     """Wall time of the step, in seconds."""
     skipped: int
     """Steps left out so far because something was not finite."""
+    parts_s: dict[str, float] | None = None
+    """The first rank's seconds by part (`stopwatch`), where run.profile_stats is on."""
 
 
 class MetricsSink(Protocol):
@@ -142,6 +144,8 @@ class TensorBoardSink:
             if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(f"train/{name}", value, metrics.step)
         self._writer.add_scalar("train/target_version", max(metrics.target_versions, default=0), metrics.step)
+        for part, seconds in (metrics.parts_s or {}).items():
+            self._writer.add_scalar(f"train/parts_s/{part}", seconds, metrics.step)
         for slot, accuracy in enumerate(metrics.acc_at, 1):
             if accuracy is not None:
                 self._writer.add_scalar(f"train/acc_at/{slot:02d}", accuracy, metrics.step)

@@ -28,6 +28,7 @@ from drafter_trainer.drafter_config import DrafterConfig, default_target_layer_i
 from drafter_trainer.head import TargetHead
 from drafter_trainer.initialisation import draw_weights
 from drafter_trainer.rope import RotaryTable, apply_rotary
+from drafter_trainer.stopwatch import OFF
 
 __all__ = ["ContextCache", "Drafter", "DrafterConfig", "default_target_layer_ids"]
 
@@ -134,6 +135,7 @@ class Drafter(nn.Module):
 
     Attributes:
         config: Its shape.
+        stopwatch: Times the parts of a step that uses this drafter.
         recompute_layers: Keep only each layer's input for the backward pass and run the layer again there: memory of
             one layer instead of all, for a third more time.
     """
@@ -149,10 +151,20 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(size, epsilon=config.rms_norm_eps)
         self.rotary = RotaryTable(config)
         self.recompute_layers = False
+        self.stopwatch = OFF
 
     def initialise(self, head: TargetHead, generator: torch.Generator) -> None:
         """Draw new weights such that the first loss is near ln V; see `initialisation`."""
         draw_weights(self, head, generator)
+
+    def compile_parts(self) -> None:
+        """Compile the layers' MLPs, forward and backward; names of parameters stay.
+
+        Attention has a kernel of its own, compiled on CUDA (`attention_flex`), and elsewhere depends on values, so the
+        forward as a whole can't be compiled for all shapes: torch 2.13 fails on it.
+        """
+        for layer in self.draft_layers():
+            layer.mlp.compile(dynamic=True)
 
     def draft_layers(self) -> Iterator[Layer]:
         """Iterate over the layers in order."""
@@ -177,14 +189,16 @@ class Drafter(nn.Module):
         device = block_embeds.device
         rotary_T = self.rotary(layout.position_T.to(device))
         rotary_Q = self.rotary(layout.position_Q.to(device))
-        fused_TE = self.fuse(context_TC)
+        with self.stopwatch.inner_part("fuse"):
+            fused_TE = self.fuse(context_TC)
         x_QE = block_embeds.to(fused_TE.dtype)
-        for layer in self.draft_layers():
-            run = partial(_run_layer, layer, layout=layout, rotary_T=rotary_T, rotary_Q=rotary_Q)
-            if self.recompute_layers and torch.is_grad_enabled():
-                x_QE = checkpoint(run, x_QE, fused_TE, use_reentrant=False)
-            else:
-                x_QE = run(x_QE, fused_TE)
+        with self.stopwatch.inner_part("layers"):
+            for layer in self.draft_layers():
+                run = partial(_run_layer, layer, layout=layout, rotary_T=rotary_T, rotary_Q=rotary_Q)
+                if self.recompute_layers and torch.is_grad_enabled():
+                    x_QE = checkpoint(run, x_QE, fused_TE, use_reentrant=False)
+                else:
+                    x_QE = run(x_QE, fused_TE)
         hidden_QE: Tensor = self.norm(x_QE)
         return hidden_QE
 

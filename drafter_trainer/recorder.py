@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from drafter_trainer.bottleneck import Bottleneck
 from drafter_trainer.checkpoint import Checkpoint, CheckpointStore, replace_json
 from drafter_trainer.ema import WeightAverage
 from drafter_trainer.following import Follower
@@ -35,6 +37,8 @@ from drafter_trainer.types import MicroBatch, Version
 
 __all__ = ["Learner", "Recorder", "RecorderSettings"]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner:
@@ -55,11 +59,14 @@ class RecorderSettings:
 
     total_steps: int
     log_every_steps: int
+    bottleneck_every_steps: int
     tensorboard: bool
     identity: dict[str, Any]
     """What decides the training; compared on resume."""
     facts: dict[str, Any]
     """Target and drafter, for people and tools."""
+    bottleneck: Bottleneck
+    """Told of every step."""
 
 
 class Recorder:
@@ -120,6 +127,10 @@ class Recorder:
         self._accept_len = metrics.accept_len if metrics.accept_len is not None else self._accept_len
         for sink in self._sinks:
             sink.record(metrics)
+        bottleneck = self._settings.bottleneck
+        bottleneck.add(wait_s=metrics.wait_s, step_s=metrics.step_s, parts_s=metrics.parts_s)
+        if self._ranks.is_first and progress.step % self._settings.bottleneck_every_steps == 0:
+            logger.info("%s", bottleneck.line())
 
     def checkpoint(self, progress: Progress) -> None:
         """Saves on the first rank, which returns once the checkpoint is on the disk."""

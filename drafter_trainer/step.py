@@ -87,6 +87,8 @@ class StepOutcome:
     lr: float
     bad: str
     """Why the step was left out; empty when it was made (or had nothing to supervise)."""
+    parts_s: dict[str, float] | None = None
+    """This rank's seconds by part, where they are measured."""
     culprits: tuple[Culprit, ...] = ()
     """Of a step left out: the micro-batches of all ranks that were not finite."""
     accept_len: float | None
@@ -217,7 +219,11 @@ class StepEngine:
     def _finish(self, mine: _Pass, total: StepSums, weight_sum: float) -> StepOutcome:
         """Sums the gradients of all ranks and updates, or leaves the step out."""
         self._ranks.sum_gradients(p for p in self.drafter.parameters() if p.requires_grad)
-        outcome = dataclasses.replace(self._update(total, weight_sum, mine.accept_len), versions=mine.versions)
+        outcome = dataclasses.replace(
+            self._update(total, weight_sum, mine.accept_len),
+            versions=mine.versions,
+            parts_s=self.drafter.stopwatch.take(),
+        )
         # Every rank knows by now whether the step is bad, so all take part in this.
         return dataclasses.replace(outcome, culprits=self._everyones(mine.culprits)) if outcome.bad else outcome
 
@@ -240,7 +246,9 @@ class StepEngine:
                 distillation=self._settings.distillation,
                 chunk_rows=self._settings.chunk_rows,
             )
-        (output.loss_sum / max(weight_sum, torch.finfo(torch.float32).tiny)).backward()  # type: ignore[no-untyped-call]
+        with self.drafter.stopwatch.part("backward"):
+            scale = max(weight_sum, torch.finfo(torch.float32).tiny)
+            (output.loss_sum / scale).backward()  # type: ignore[no-untyped-call]
         return output
 
     def _gradient_size(self) -> Tensor:
@@ -286,7 +294,8 @@ class StepEngine:
         if bad or not weight_sum:
             self.drafter.zero_grad(set_to_none=True)
         else:
-            result = self.optimizer.step()
+            with self.drafter.stopwatch.part("optimizer"):
+                result = self.optimizer.step()
             grad_norm = result.grad_norm
             bad = bad_step_reason(bad={}, loss=loss, grad_norm=grad_norm)
             if self._average is not None and not result.skipped:

@@ -160,6 +160,7 @@ def step_metrics(progress: Progress, outcome: StepOutcome, *, step_s: float, ski
         wait_s=sums.wait_s,
         step_s=step_s,
         skipped=skipped,
+        parts_s=None if outcome.parts_s is None else {"wait": sums.wait_s, **outcome.parts_s},
     )
 
 

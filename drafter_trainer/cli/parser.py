@@ -75,8 +75,11 @@ def _add_prepare(verbs: Any) -> None:
 def _add_train(verbs: Any) -> None:
     verb = _add_verb(verbs, "train", "Train a drafter from a running target-server.")
     verb.add_argument(
-        "--dry-run", action="store_true", help="check settings and data, say what would be done, and stop"
+        "--dry-run",
+        action="store_true",
+        help="say what a run would be and need, and stop; needs no server, and no data either",
     )
+    verb.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: plan for this many ranks")
     verb.add_argument("--print-plan", type=int, metavar="N", help="print the first N micro-batches; contacts no server")
 
 

@@ -90,6 +90,12 @@ class TargetSection(Section):
     step mixes them; one that would is made again. stop: checkpoint, then end with exit code 2."""
     wire_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Element type of the features on the wire; auto takes the target's own."""
+    hidden_size: int | None = Field(default=None, ge=1)
+    """Width that the target must have; `--dry-run` plans with it where there's no config.json by the tokenizer."""
+    num_layers: int | None = Field(default=None, ge=1)
+    """Decoder layers that the target must have; as hidden_size."""
+    vocab_size: int | None = Field(default=None, ge=2)
+    """Rows that the target's embedding must have; as hidden_size."""
 
 
 class DataSection(Section):
@@ -248,6 +254,12 @@ class RunSection(Section):
     recompute_layers: bool = False
     """Run each drafter layer again in the backward pass instead of keeping what is in it: less memory, a third more
     time."""
+    compile_drafter: bool = False
+    """Compile the drafter's MLPs with torch.compile: the first steps take longer, and a C++ compiler is needed."""
+    profile_stats: bool = False
+    """Time the parts of a step (`parts_s` in the metrics) with device events; nothing waits for them."""
+    bottleneck_every_steps: int = Field(default=100, ge=1)
+    """Steps between lines that say which side waits for the other and what to change."""
     checkpoint_every_steps: int = Field(default=500, ge=1)
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = Field(default=3, ge=1)

@@ -105,6 +105,7 @@ RECIPES = {
         "optim__schedule": "wsd",
         "optim__ema_decay": 0.9,
         "run__recompute_layers": "true",
+        "run__profile_stats": "true",
     },
     "lk from the target's last block, which is one more tap": {"loss__distill": "lk", "loss__distill_weight": 1},
     "kl from a last block that is tapped anyway, dpace": {

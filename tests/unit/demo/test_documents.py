@@ -83,6 +83,8 @@ def test_program_commands_are_understood(
     if verb == "inspect":
         # It has understood its arguments when it looks for the directory.
         expected, output = 2, "no such directory"
+    elif verb == "replay":
+        expected, output = 2, "is no dump"
     elif verb == "status":
         # Nobody listens on port 1: it has understood its arguments when it says so.
         rest = ["127.0.0.1:1", *rest[1:]]

@@ -271,3 +271,21 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
         )
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it itself
+def test_compiled_parts_give_the_same_gradients_for_all_shapes() -> None:
+    config = tiny_config(num_hidden_layers=1)
+    plain, compiled = random_drafter(config), random_drafter(config)
+    compiled.compile_parts()
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    for tokens, blocks in ((20, [(0, 2), (0, 9)]), (31, [(0, 4), (0, 9), (0, 17)])):
+        embeds, context = random_inputs(config, tokens, len(blocks))
+        gradients = [
+            torch.autograd.grad(
+                drafter(embeds, context, layout=layout_of((tokens,), blocks, 4)).square().sum(), drafter.parameters()
+            )
+            for drafter in (plain, compiled)
+        ]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
