@@ -18,7 +18,6 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from target_wire.errors import Code, Reason, WireError
@@ -30,6 +29,7 @@ from target_server.errors import UserError
 from target_server.replacement import ServedShape, check_replacement, refusal, resolve_checkpoint
 from target_server.state import VersionStore, checkpoint_root
 from target_server.supervisor import Supervisor
+from target_server.swap_run import Participant, SwapRun
 from target_server.versions import Version, VersionRecord
 
 __all__ = ["SwapCoordinator"]
@@ -38,90 +38,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_REQUEST_ID = 128
 _MAX_REMEMBERED = 64
-_HEARTBEAT_S = 1.0
-
-
-@dataclass
-class _Participant:
-    """A replica in a swap: the last stage that it reported ("lost" when its process has ended)."""
-
-    index: int
-    stage: str = "asked"
-    event: SwapEvent | None = None
-    committed: bool = False
-
-    def to_message(self) -> target_pb2.SwapReplica:
-        read, total = (self.event.read_bytes, self.event.total_bytes) if self.event else (0, 0)
-        return target_pb2.SwapReplica(index=self.index, read_bytes=read, total_bytes=total, committed=self.committed)
-
-
-@dataclass(eq=False)
-class _Run:
-    """One swap: what was asked, how far it is, and everything that its callers are told.
-
-    Attributes:
-        request: what was asked.
-        key: which swap, for the replicas.
-        messages: the latest message of each stage so far, in the order of the stages.
-        error: how it failed.
-        ended: whether nothing more will be said.
-        participants: by index of the replica.
-        path: the checkpoint, once it was resolved.
-        version: the new one, as far as it is known.
-    """
-
-    request: target_pb2.SwapTargetRequest
-    key: int
-    messages: dict[int, target_pb2.SwapTargetResponse] = field(default_factory=dict)
-    error: WireError | None = None
-    ended: bool = False
-    participants: dict[int, _Participant] = field(default_factory=dict)
-    path: Path | None = None
-    version: Version | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def say(self, stage: target_pb2.SwapStage.ValueType, *, lagging: int = 0) -> None:
-        """Adds a message, or replaces its stage's."""
-        message = target_pb2.SwapTargetResponse(
-            stage=stage,
-            replicas=[participant.to_message() for participant in self.participants.values()],
-            version=self.version.to_message() if self.version else None,
-            checkpoint=str(self.path or ""),
-            lagging_session_count=lagging,
-        )
-        if message != self.messages.get(stage):
-            self.messages[stage] = message
-        self.wake()
-
-    def end(self, error: WireError | None) -> None:
-        """Ends the run for everybody who follows it."""
-        self.error, self.ended = error, True
-        self.wake()
-
-    def wake(self) -> None:
-        """Wakes everybody who waits for `changed`."""
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    async def follow(self) -> AsyncIterator[target_pb2.SwapTargetResponse]:
-        """Yields every stage's messages as they come, and the latest again when nothing is new for a second."""
-        told: dict[int, target_pb2.SwapTargetResponse] = {}
-        while True:
-            new = {stage: message for stage, message in self.messages.items() if told.get(stage) is not message}
-            for message in new.values():
-                yield message
-            told.update(new)
-            if new:
-                # Others may have come while these were sent.
-                continue
-            if self.ended:
-                break
-            try:
-                await asyncio.wait_for(self.changed.wait(), _HEARTBEAT_S)
-            except TimeoutError:
-                told.popitem()
-        if self.error is not None:
-            raise self.error
+_FOLLOW_POLL_S = 0.25
 
 
 class SwapCoordinator:
@@ -139,8 +56,8 @@ class SwapCoordinator:
         self._root = checkpoint_root(config)
         self._shape = ServedShape.of(store.current.checkpoint)
         self._keys = itertools.count(1)
-        self._runs: dict[str, _Run] = {}
-        self._running: _Run | None = None
+        self._runs: dict[str, SwapRun] = {}
+        self._running: SwapRun | None = None
         self._task: asyncio.Task[None] | None = None
         supervisor.on_swap_event = self._said
         supervisor.on_lost = self._lost
@@ -160,7 +77,7 @@ class SwapCoordinator:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _run_of(self, request: target_pb2.SwapTargetRequest) -> _Run:
+    def _run_of(self, request: target_pb2.SwapTargetRequest) -> SwapRun:
         if not 1 <= len(request.request_id) <= _MAX_REQUEST_ID:
             raise _bad_request(f"request_id of {len(request.request_id)} characters: give 1 to {_MAX_REQUEST_ID}")
         known = self._runs.get(request.request_id) or self._finished_before(request)
@@ -175,24 +92,24 @@ class SwapCoordinator:
             raise WireError(Code.ABORTED, Reason.SWAP_IN_PROGRESS, detail)
         if not self._supervisor.serving_count:
             raise WireError(Code.UNAVAILABLE, Reason.TARGET_LOADING, "no replica serves yet; ask again")
-        run = _Run(request, next(self._keys))
+        run = SwapRun(request, next(self._keys))
         self._runs[request.request_id] = self._running = run
         self._task = asyncio.create_task(self._execute(run))
         return run
 
-    def _finished_before(self, request: target_pb2.SwapTargetRequest) -> _Run | None:
+    def _finished_before(self, request: target_pb2.SwapTargetRequest) -> SwapRun | None:
         """Returns a swap that ended well before this server was started, from the state file."""
         finished = self._store.finished(request.request_id)
         if finished is None:
             return None
-        run = _Run(request, 0, path=finished.checkpoint, version=finished.version)
+        run = SwapRun(request, 0, path=finished.checkpoint, version=finished.version)
         if (self._root / request.checkpoint).resolve() != finished.checkpoint or request.dry_run:
             run.request = target_pb2.SwapTargetRequest()
         run.say(target_pb2.SWAP_STAGE_DONE)
         run.end(None)
         return run
 
-    async def _execute(self, run: _Run) -> None:
+    async def _execute(self, run: SwapRun) -> None:
         error: WireError | None = None
         try:
             await self._swap(run)
@@ -212,7 +129,7 @@ class SwapCoordinator:
             del self._runs[next(iter(self._runs))]
         run.end(error)
 
-    async def _swap(self, run: _Run) -> None:
+    async def _swap(self, run: SwapRun) -> None:
         run.path = resolve_checkpoint(run.request.checkpoint, self._root)
         run.say(target_pb2.SWAP_STAGE_VALIDATE)
         await self._before(
@@ -229,7 +146,7 @@ class SwapCoordinator:
             _log.info("serves version %d, %s, from %s", record.number, record.digest, record.checkpoint)
         run.say(target_pb2.SWAP_STAGE_DONE)
 
-    def _release(self, run: _Run) -> None:
+    def _release(self, run: SwapRun) -> None:
         """Lets another swap begin."""
         if self._running is run:
             self._running = None
@@ -245,10 +162,10 @@ class SwapCoordinator:
 
     # Reading.
 
-    async def _read(self, run: _Run) -> VersionRecord:
+    async def _read(self, run: SwapRun) -> VersionRecord:
         """Lets every serving replica read the weights; returns the version that they would be."""
         assert run.path is not None
-        run.participants = {index: _Participant(index) for index in self._supervisor.serving_indices()}
+        run.participants = {index: Participant(index) for index in self._supervisor.serving_indices()}
         run.say(target_pb2.SWAP_STAGE_READ)
         self._command(run, "prepare", VersionRecord(0, "", run.path))
         try:
@@ -263,7 +180,7 @@ class SwapCoordinator:
             self._command(run, "roll_back", record, to={"prepared"})
         return record
 
-    def _read_version(self, run: _Run) -> VersionRecord:
+    def _read_version(self, run: SwapRun) -> VersionRecord:
         assert run.path is not None
         read = [p.event for p in run.participants.values() if p.stage == "prepared" and p.event is not None]
         if len({(event.digest, event.mark) for event in read}) > 1:
@@ -280,7 +197,7 @@ class SwapCoordinator:
 
     # Taking.
 
-    async def _commit(self, run: _Run, record: VersionRecord) -> None:
+    async def _commit(self, run: SwapRun, record: VersionRecord) -> None:
         run.say(target_pb2.SWAP_STAGE_COMMIT)
         self._command(run, "commit", record, to={"prepared"})
         step_s = self._config.swap.commit_timeout_s
@@ -305,14 +222,14 @@ class SwapCoordinator:
             detail = f"swap.state_file: {self._store.file}: can't be written ({error.strerror}); free its disk"
             raise WireError(Code.ABORTED, Reason.SWAP_FAILED, detail) from error
 
-    async def _roll_back(self, run: _Run, record: VersionRecord) -> None:
+    async def _roll_back(self, run: SwapRun, record: VersionRecord) -> None:
         """Brings the old weights back wherever the new ones are; a replica that does not say so in time is killed."""
         self._command(run, "roll_back", record, to={"prepared", "committed"})
         with contextlib.suppress(WireError):
             timeout_s = 2 * self._config.swap.commit_timeout_s
             await self._until(run, {"rolled_back", "failed"}, set(), timeout_s, "putting the old weights back")
 
-    async def _wait_for_followers(self, run: _Run) -> None:
+    async def _wait_for_followers(self, run: SwapRun) -> None:
         """Waits until no session's latest batch is of an earlier version, by reports that are newer than the swap."""
         since_s = time.monotonic()
         while True:
@@ -321,11 +238,11 @@ class SwapCoordinator:
             run.say(target_pb2.SWAP_STAGE_FOLLOW, lagging=lagging)
             if statuses and not lagging and all(status.stats_s > since_s for status in statuses):
                 return
-            await asyncio.sleep(_HEARTBEAT_S / 4)
+            await asyncio.sleep(_FOLLOW_POLL_S)
 
     # Replicas.
 
-    def _command(self, run: _Run, command: str, record: VersionRecord, *, to: set[str] | None = None) -> None:
+    def _command(self, run: SwapRun, command: str, record: VersionRecord, *, to: set[str] | None = None) -> None:
         for participant in run.participants.values():
             if to is None or participant.stage in to:
                 self._supervisor.send(participant.index, SwapCommand(command, run.key, record.to_json()))
@@ -352,7 +269,7 @@ class SwapCoordinator:
             run.participants[index].stage = "lost"
             run.wake()
 
-    async def _until(self, run: _Run, good: set[str], bad: set[str], timeout_s: float, what: str) -> None:
+    async def _until(self, run: SwapRun, good: set[str], bad: set[str], timeout_s: float, what: str) -> None:
         """Waits until every replica that lives has come to a good stage; kills those that have not in time.
 
         Raises:
@@ -374,7 +291,7 @@ class SwapCoordinator:
             raise WireError(Code.ABORTED, Reason.SWAP_FAILED, f"no replica is left after {what}; ask again")
 
     @staticmethod
-    def _raise_bad(run: _Run, bad: set[str]) -> None:
+    def _raise_bad(run: SwapRun, bad: set[str]) -> None:
         for participant in run.participants.values():
             if participant.stage in bad:
                 detail = participant.event.detail if participant.event else ""

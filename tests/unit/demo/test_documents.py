@@ -89,6 +89,10 @@ def test_program_commands_are_understood(
         # Nobody listens on port 1: it has understood its arguments when it says so.
         rest = ["127.0.0.1:1", *rest[1:]]
         expected, output = 2, "unavailable"
+    elif verb == "swap":
+        assert rest[0] == "--address"
+        rest[1] = "127.0.0.1:1"
+        expected, output = 2, "unavailable"
     else:
         rest = [*rest, *([] if "--print-config" in rest else ["--print-config"])]
         expected, output = 0, ":"
@@ -102,7 +106,7 @@ def test_program_commands_are_understood(
 
 def test_every_program_verb_is_shown_somewhere() -> None:
     shown = {(words[0], words[1]) for words in _program_commands()}
-    verbs = {"target_server": ("serve", "status"), "drafter_trainer": ("prepare", "train", "evaluate", "export")}
+    verbs = {"target_server": ("serve", "swap", "status"), "drafter_trainer": ("prepare", "train", "evaluate", "export")}
     assert shown >= {(module, verb) for module, names in verbs.items() for verb in names}
 
 
