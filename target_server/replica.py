@@ -82,6 +82,9 @@ class _Call:
     future: Future[None] = field(default_factory=Future)
 
     def run(self) -> None:
+        # From here on nobody can cancel it.
+        if not self.future.set_running_or_notify_cancel():
+            return
         try:
             self.action()
         except Exception as error:

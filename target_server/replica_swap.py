@@ -262,7 +262,8 @@ async def _before(awaitable: Any, timeout_s: float, what: str) -> Any:
         DeadlineError: saying what was waited for.
     """
     try:
-        return await asyncio.wait_for(awaitable, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await awaitable
     except TimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:.0f} s for {what}") from error
 

@@ -286,7 +286,8 @@ class SwapCoordinator:
                     self._supervisor.kill_replica(participant.index, f"hung in a swap, {what}")
                 break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(run.changed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await run.changed.wait()
         if not any(participant.stage in good for participant in run.participants.values()):
             raise WireError(Code.ABORTED, Reason.SWAP_FAILED, f"no replica is left after {what}; ask again")
 
@@ -304,7 +305,8 @@ class SwapCoordinator:
     @staticmethod
     async def _before(awaitable: Awaitable[None], timeout_s: float, what: str) -> None:
         try:
-            await asyncio.wait_for(awaitable, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await awaitable
         except TimeoutError as error:
             raise WireError(Code.ABORTED, Reason.SWAP_FAILED, f"{what} took over {timeout_s:.0f} s") from error
 

@@ -106,8 +106,10 @@ class SwapRun:
             if self.ended:
                 break
             try:
-                await asyncio.wait_for(self.changed.wait(), _HEARTBEAT_S)
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await self.changed.wait()
             except TimeoutError:
-                told.popitem()
+                if told:
+                    told.popitem()
         if self.error is not None:
             raise self.error

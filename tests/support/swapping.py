@@ -65,6 +65,7 @@ class Load(threading.Thread):
             try:
                 self._run_stream(self._server.replica_address(self._index))
             except grpc.RpcError:
+                # The replica or the front is gone, or the replica has no address yet.
                 self.lost_count += 1
                 time.sleep(0.1)
 
@@ -97,9 +98,13 @@ class Load(threading.Thread):
             assert self.is_alive()
             time.sleep(0.005)
 
+    def stop(self) -> None:
+        """Asks the client to end after its next answer, or at once when its server is gone."""
+        self._stop_asked.set()
+
     def end(self) -> list[ReceivedBatch]:
         """Ends the client and returns its answers."""
-        self._stop_asked.set()
+        self.stop()
         self.join(60)
         assert not self.is_alive()
         return self.batches

@@ -106,7 +106,10 @@ def test_program_commands_are_understood(
 
 def test_every_program_verb_is_shown_somewhere() -> None:
     shown = {(words[0], words[1]) for words in _program_commands()}
-    verbs = {"target_server": ("serve", "swap", "status"), "drafter_trainer": ("prepare", "train", "evaluate", "export")}
+    verbs = {
+        "target_server": ("serve", "swap", "status"),
+        "drafter_trainer": ("prepare", "train", "evaluate", "export"),
+    }
     assert shown >= {(module, verb) for module, names in verbs.items() for verb in names}
 
 
