@@ -177,6 +177,8 @@ class ServerConfig(BaseSettings):
     """What is served."""
     listen: str = Field(default="127.0.0.1:50051", pattern=r"^.*:\d{1,5}$")
     """HOST:PORT of the front; replicas listen on the same host. Port 0: any free port."""
+    trusted_network: bool = False
+    """Whether `listen` may be off loopback, where no encryption and no token keep anybody from reading or swapping."""
     devices: list[str] = Field(default=["cpu"], min_length=1)
     """Devices of the replicas in order, e.g. cuda:0,cuda:1; cpu may be given several times."""
     replica: ReplicaConfig = ReplicaConfig()

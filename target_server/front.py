@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -34,7 +35,7 @@ from target_server.supervisor import ReplicaStatus, Supervisor
 from target_server.swap import SwapCoordinator
 from target_server.watching import watch_checkpoints
 
-__all__ = ["check_socket_dir", "check_start", "serve"]
+__all__ = ["check_network", "check_socket_dir", "check_start", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def check_start(config: ServerConfig) -> None:
     Raises:
         UserError: the checkpoint's files, memory, a port, or a directory that swaps need.
     """
+    check_network(config)
     check_swap_directories(config)
     build_plan(config).check(config)
     check_socket_dir(config)
@@ -109,6 +111,21 @@ def check_start(config: ServerConfig) -> None:
             raise UserError("replica.port_base", config.replica.port_base, f"replica {index} would have port {port}")
         with _bound(config.host, port, field="replica.port_base"):
             pass
+
+
+def check_network(config: ServerConfig) -> None:
+    """Refuses to listen off loopback by accident.
+
+    Raises:
+        UserError: it would, and nobody has said that the network may be trusted.
+    """
+    host = config.host.strip("[]")
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    if host != "localhost" and not config.trusted_network:
+        fix = "whoever reaches it can read the target's states and swap it; listen on 127.0.0.1, or give "
+        raise UserError("listen", config.listen, fix + "--trusted_network true on a network of your own")
 
 
 def check_socket_dir(config: ServerConfig) -> None:

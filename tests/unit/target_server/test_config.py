@@ -11,7 +11,7 @@ import pytest
 from target_server.__main__ import _parse, main
 from target_server.config import ServerConfig, load_config, resolved_lines
 from target_server.errors import UserError
-from target_server.front import check_socket_dir
+from target_server.front import check_network, check_socket_dir
 from target_server.supervisor import thread_count
 
 REPOSITORY = Path(__file__).parents[3]
@@ -75,6 +75,18 @@ def test_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs/server").glob("*.yaml")), ids=lambda file: file.name)
 def test_every_shipped_config_loads(file: Path) -> None:
     load("--config", str(file))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "[::]", "10.0.0.7", "server.example"])
+def test_nobody_listens_off_loopback_by_accident(host: str) -> None:  # I9
+    with pytest.raises(UserError, match="--trusted_network true"):
+        check_network(load(f"--listen={host}:50051")[0])
+    check_network(load(f"--listen={host}:50051", "--trusted_network", "true")[0])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "[::1]", "localhost"])
+def test_loopback_needs_no_word_of_trust(host: str) -> None:  # I9
+    check_network(load(f"--listen={host}:50051")[0])
 
 
 def test_replicas_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
