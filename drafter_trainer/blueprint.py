@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import fields
 from typing import Any
 
 import torch
 from target_wire.spec import PROTOCOL_VERSION, DType
 from target_wire.v1 import target_pb2 as pb
 
-from drafter_trainer.client.addresses import check_address
 from drafter_trainer.client.discovery import DescribedTarget, TargetAbsentError, TargetsDifferError, wait_for_target
 from drafter_trainer.client.shape import Shape, shape_of
 from drafter_trainer.client.terms import Patience, StreamTerms
@@ -29,7 +27,8 @@ from drafter_trainer.features import FeatureLayout
 from drafter_trainer.head import final_norm_offset
 from drafter_trainer.parallel import Ranks, join_ranks
 from drafter_trainer.plan import Plan, PlanSettings
-from drafter_trainer.prepare import PrepareSettings, check_longest_sample, open_dataset
+from drafter_trainer.preflight import check_addresses, check_run_dir
+from drafter_trainer.prepare import check_longest_sample, open_configured_dataset
 from drafter_trainer.run_dir import RunDir
 from drafter_trainer.tokenizer import resolve_mask_token_id
 from drafter_trainer.trainer import LoopSettings
@@ -150,18 +149,8 @@ def check_settings(config: TrainerConfig) -> RunDir:
     Raises:
         UserError: The first thing found.
     """
-    if not config.target.addresses:
-        raise UserError("target.addresses", None, "give the server's HOST:PORT")
-    for address in config.target.addresses:
-        try:
-            check_address(address)
-        except ValueError as error:
-            raise UserError("target.addresses", address, str(error)) from error
-    if config.run.dir is None:
-        raise UserError("run.dir", None, "give a directory for checkpoints and metrics")
-    if config.run.dir.exists() and not config.run.dir.is_dir():
-        raise UserError("run.dir", config.run.dir, "this is a file; give a directory")
-    return RunDir(config.run.dir)
+    check_addresses(config)
+    return RunDir(check_run_dir(config))
 
 
 def prepare_machine(config: TrainerConfig) -> Machine:
@@ -218,15 +207,7 @@ def draw_blueprint(
 
 def open_data(config: TrainerConfig) -> TokenDataset:
     """The prepared dataset; prepared first where that's still to do."""
-    data = config.data
-    return open_dataset(
-        data.path,
-        tokenizer=data.tokenizer,
-        settings=PrepareSettings(**{field.name: getattr(data, field.name) for field in fields(PrepareSettings)}),
-        prepared_dir=data.prepared_dir,
-        num_workers=data.num_workers,
-        wait_timeout_s=data.wait_timeout_s,
-    )
+    return open_configured_dataset(config)
 
 
 def loop_settings(config: TrainerConfig, plan: Plan, ranks: Ranks) -> LoopSettings:
@@ -259,7 +240,7 @@ def meet_target(config: TrainerConfig, dataset: TokenDataset) -> Target:
         described = wait_for_target(
             config.target.addresses,
             timeout_s=config.target.wait_timeout_s,
-            say=logger.warning,
+            say=logger.info,
             call_timeout_s=config.target.connect_timeout_s,
         )
     except TargetAbsentError as error:
@@ -275,7 +256,9 @@ def meet_target(config: TrainerConfig, dataset: TokenDataset) -> Target:
         )
     check_expected(config, response.model)
     if config.batch.max_tokens > response.max_batch_token_count:
-        fix = f"the server takes {response.max_batch_token_count} tokens a batch; give at most that, or raise its limit"
+        fix = (
+            f"the server takes {response.max_batch_token_count} tokens a batch; give at most that, or raise its limits"
+        )
         raise UserError("batch.max_tokens", config.batch.max_tokens, fix)
     check_data_fits(config, dataset, response)
     drafter_config = resolve_drafter(config, described, dataset)
@@ -319,8 +302,11 @@ def check_data_fits(config: TrainerConfig, dataset: TokenDataset, response: pb.D
     """
     longest, limit = dataset.meta.longest_tokens, response.max_sequence_token_count
     if longest > limit:
-        fix = f"the longest sample has {longest} tokens and the server takes {limit}; give at most that"
-        raise UserError("data.max_length_tokens", config.data.max_length_tokens, fix)
+        fix = (
+            f"the longest sample has {longest} tokens and the server takes {limit} a sequence; give at most that "
+            "(and prepare again), or raise the server's limits.max_sequence_token_count"
+        )
+        raise UserError("data.max_length_tokens", config.max_length_tokens, fix)
     largest, vocab_size = dataset.meta.largest_token_id, response.model.vocab_size
     if largest >= vocab_size:
         fix = (

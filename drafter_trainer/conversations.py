@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
-__all__ = ["Conversation", "DropReason", "DroppedError", "parse_prompt", "parse_row"]
+__all__ = ["MALFORMED", "Conversation", "DropReason", "DroppedError", "parse_prompt", "parse_row"]
 
 _T = TypeVar("_T")
 
@@ -59,6 +59,18 @@ class DropReason(StrEnum):
     ANSWER_TOO_LATE = "its answers begin too late for data.max_length_tokens"
     TOO_FEW_SUPERVISED = "fewer supervised tokens than data.min_supervised_tokens"
     NO_ADJACENT_SUPERVISED = "no two adjacent supervised tokens"
+
+
+MALFORMED = frozenset(
+    {
+        DropReason.INVALID_JSON,
+        DropReason.UNKNOWN_SCHEMA,
+        DropReason.NO_MESSAGES,
+        DropReason.MALFORMED_MESSAGE,
+        DropReason.UNKNOWN_ROLE,
+    }
+)
+"""Rows that are no conversations. Many of them mean that the file is another than was meant."""
 
 
 class DroppedError(Exception):

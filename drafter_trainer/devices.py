@@ -30,8 +30,11 @@ def resolve_device(name: str, *, local_rank: int = 0) -> torch.device:
         return device
     count = torch.cuda.device_count()
     index = local_rank if device.index is None else device.index
+    if not count:
+        raise ValueError("this machine has no CUDA device; give cpu")
     if index >= count:
-        raise ValueError(f"this machine has {count} CUDA devices; give cpu or a device below {count}")
+        fix = f"start at most {count} ranks on it" if device.index is None else f"give cuda:0 to cuda:{count - 1}"
+        raise ValueError(f"this machine has {count} CUDA devices; {fix}, or cpu")
     return torch.device("cuda", index)
 
 

@@ -14,16 +14,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from drafter_trainer.config import TrainerConfig
 from drafter_trainer.dataset import FORMAT_VERSION, DatasetMeta, DatasetWriter, DropCount, TokenDataset, is_prepared
 from drafter_trainer.errors import UserError
 from drafter_trainer.tokenise import CHUNK_ROWS, PrepareSettings, tokenise_rows
 from drafter_trainer.tokenizer import TokenizerFacts, file_digest, load_tokenizer, tokenizer_digests
 
-__all__ = ["PrepareSettings", "Progress", "check_longest_sample", "open_dataset", "prepare"]
+__all__ = [
+    "PrepareSettings",
+    "Progress",
+    "check_longest_sample",
+    "open_configured_dataset",
+    "open_dataset",
+    "prepare",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +50,24 @@ class Progress:
     bytes_total: int
 
 
+def open_configured_dataset(
+    config: TrainerConfig, *, on_progress: Callable[[Progress], None] = lambda _: None
+) -> TokenDataset:
+    """`open_dataset` with the settings of the data section."""
+    data = config.data
+    values: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(PrepareSettings)}
+    return open_dataset(
+        data.path,
+        tokenizer=data.tokenizer,
+        settings=PrepareSettings(**values | {"max_length_tokens": config.max_length_tokens}),
+        prepared_dir=data.prepared_dir,
+        num_workers=data.num_workers,
+        max_dropped_ratio=data.max_dropped_ratio,
+        wait_timeout_s=data.wait_timeout_s,
+        on_progress=on_progress,
+    )
+
+
 def open_dataset(
     source: Path | None,
     *,
@@ -49,6 +75,7 @@ def open_dataset(
     settings: PrepareSettings,
     prepared_dir: Path | None = None,
     num_workers: int = 1,
+    max_dropped_ratio: float = 1.0,
     wait_timeout_s: float = 3600.0,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> TokenDataset:
@@ -60,6 +87,7 @@ def open_dataset(
         settings: For preparing; a prepared directory has its own.
         prepared_dir: Where to prepare; by default `<source>.prepared`.
         num_workers: Processes that tokenise.
+        max_dropped_ratio: Which part of the rows may be no conversations; more is refused once all were read.
         wait_timeout_s: How long to wait for another process that prepares the same.
         on_progress: Called now and then while preparing.
 
@@ -88,6 +116,7 @@ def open_dataset(
             tokenizer=tokenizer,
             settings=settings,
             num_workers=num_workers,
+            max_dropped_ratio=max_dropped_ratio,
             on_progress=on_progress,
         )
     return TokenDataset(directory)
@@ -113,17 +142,19 @@ def prepare(
     tokenizer: Path,
     settings: PrepareSettings,
     num_workers: int = 1,
+    max_dropped_ratio: float = 1.0,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> DatasetMeta:
     """Tokenises `source` into `directory`, whatever is there now. See `open_dataset` for the arguments."""
     facts = TokenizerFacts.of(load_tokenizer(tokenizer))
     bytes_total = source.stat().st_size
     dropped: dict[str, DropCount] = {}
-    rows = truncated = 0
+    rows = truncated = malformed = 0
     with DatasetWriter(directory) as writer, source.open("rb") as stream:
         for outcome in tokenise_rows(stream, tokenizer, settings, num_workers):
             rows = outcome.row + 1
             truncated += outcome.truncated
+            malformed += outcome.malformed
             for sample in outcome.samples:
                 writer.add(sample.input_ids, sample.loss_mask, row=outcome.row)
             for reason, example in outcome.dropped:
@@ -134,7 +165,14 @@ def prepare(
         on_progress(Progress(rows, writer.samples, bytes_total, bytes_total))
         _log_dropped(dropped, rows)
         if writer.samples == 0:
-            raise UserError("data.path", source, f"no usable sample in {rows} rows{_summary(dropped)}")
+            raise UserError(
+                "data.path",
+                source,
+                f"no usable sample in {rows} rows{_summary(dropped)}; give conversations with answers",
+            )
+        if malformed > max_dropped_ratio * rows:
+            fix = f"{malformed} of {rows} rows are no conversations{_summary(dropped)}; mend them, or raise this"
+            raise UserError("data.max_dropped_ratio", max_dropped_ratio, fix)
         return writer.finish(recipe=recipe, tokenizer=facts, rows=rows, truncated=truncated, dropped=dropped)
 
 
@@ -222,4 +260,4 @@ def _log_dropped(dropped: Mapping[str, DropCount], rows: int) -> None:
 
 def _summary(dropped: Mapping[str, DropCount]) -> str:
     parts = [f"{count.count} x {reason}" for reason, count in dropped.items()]
-    return f" ({', '.join(parts)}); give conversations with answers" if parts else "; give conversations with answers"
+    return f" ({', '.join(parts)})" if parts else ""

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from drafter_trainer.conversations import DroppedError, DropReason, parse_row
+from drafter_trainer.conversations import MALFORMED, DroppedError, DropReason, parse_row
 from drafter_trainer.templates import ChatTokenizer, TokenizedSample
 from drafter_trainer.tokenizer import load_tokenizer
 
@@ -47,11 +47,14 @@ class RowOutcome:
     row: int
     samples: list[TokenizedSample] = field(default_factory=list)
     truncated: int = 0
+    malformed: bool = False
+    """Whether the row is no conversation, whatever the settings."""
     dropped: list[tuple[str, str]] = field(default_factory=list)
     """Reason and example."""
 
     def drop(self, error: DroppedError) -> None:
         """Notes a row or sample that isn't trained on. Unknown roles are told apart: each may want an alias."""
+        self.malformed = self.malformed or error.reason in MALFORMED
         detail = " ".join(error.detail.split())[:_MAX_EXAMPLE_CHARS]
         reason = f"{error.reason}: {detail}" if error.reason is DropReason.UNKNOWN_ROLE else str(error.reason)
         self.dropped.append((reason, detail))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from drafter_trainer.cli.inspect import describe_dataset
 from drafter_trainer.cli.progress import shown_progress
-from drafter_trainer.cli.settings import prepare_settings, read_settings, require
+from drafter_trainer.cli.settings import read_settings, require
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.dataset import TokenDataset
 from drafter_trainer.errors import EXIT_DONE
-from drafter_trainer.prepare import open_dataset
+from drafter_trainer.prepare import open_configured_dataset
 
 __all__ = ["open_with_progress", "run"]
 
@@ -28,12 +28,4 @@ def open_with_progress(config: TrainerConfig) -> TokenDataset:
     """The dataset of `data.path`, prepared first where that is needed, with progress for whoever watches."""
     require(config, "data.path")
     with shown_progress() as on_progress:
-        return open_dataset(
-            config.data.path,
-            tokenizer=config.data.tokenizer,
-            settings=prepare_settings(config),
-            prepared_dir=config.data.prepared_dir,
-            num_workers=config.data.num_workers,
-            wait_timeout_s=config.data.wait_timeout_s,
-            on_progress=on_progress,
-        )
+        return open_configured_dataset(config, on_progress=on_progress)

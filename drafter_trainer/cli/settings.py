@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
 
 from drafter_trainer.config import TrainerConfig, resolve_config
 from drafter_trainer.errors import UserError
 from drafter_trainer.logging_setup import setup_logging
 from drafter_trainer.plan import Plan, PlanSettings
-from drafter_trainer.tokenise import PrepareSettings
 
-__all__ = ["plan_settings", "prepare_settings", "read_settings", "require"]
+__all__ = ["plan_settings", "read_settings", "require"]
+
+
+_REMEDIES = {
+    "target.addresses": "give the server's HOST:PORT",
+    "run.dir": "give a directory for checkpoints and metrics",
+    "data.path": "give JSON Lines of conversations, or a directory that `prepare` wrote",
+    "evaluate.target_model": "give the target's local directory",
+    "evaluate.prompts": "give JSON Lines of held-out prompts",
+}
 
 
 def read_settings(options: argparse.Namespace, flags: Sequence[str]) -> TrainerConfig | None:
@@ -35,14 +41,7 @@ def require(config: TrainerConfig, *names: str) -> None:
     for name in names:
         section, _, field = name.partition(".")
         if getattr(getattr(config, section), field) in (None, ()):
-            meaning = type(getattr(config, section)).model_fields[field].description
-            raise UserError(name, None, f"needed here; {meaning}")
-
-
-def prepare_settings(config: TrainerConfig) -> PrepareSettings:
-    """The part of the data section that decides samples."""
-    values: dict[str, Any] = {field.name: getattr(config.data, field.name) for field in fields(PrepareSettings)}
-    return PrepareSettings(**values)
+            raise UserError(name, None, f"needed here; {_REMEDIES[name]}")
 
 
 def plan_settings(config: TrainerConfig) -> PlanSettings:

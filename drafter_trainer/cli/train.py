@@ -1,6 +1,7 @@
 """`drafter-trainer train`: checks what costs nothing, prepares the data if need be, and hands over to `launch`.
 
-`--print-plan` and `--dry-run` end before torch is loaded or a server is contacted.
+`--print-plan` and `--dry-run` end before torch is loaded or a server is contacted; a dry run may be made on a machine
+without the devices of the real one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from itertools import islice
 
 from drafter_trainer.cli.prepare import open_with_progress
 from drafter_trainer.cli.settings import plan_settings, read_settings, require, total_steps
-from drafter_trainer.client.addresses import check_address
 from drafter_trainer.config import TrainerConfig, default_gamma
 from drafter_trainer.dataset import TokenDataset
 from drafter_trainer.drafter_config import SLIDING, DrafterConfig
@@ -21,6 +21,7 @@ from drafter_trainer.drafter_shape import check_taps, read_model_config, resolve
 from drafter_trainer.errors import EXIT_DONE, UserError
 from drafter_trainer.memory_plan import plan_memory
 from drafter_trainer.plan import Plan
+from drafter_trainer.preflight import check_addresses, check_device, check_run_dir
 from drafter_trainer.prepare import check_longest_sample
 from drafter_trainer.tokenizer import resolve_mask_token_id
 from drafter_trainer.warm_start import read_start_config
@@ -42,11 +43,12 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         print(dry_run(config, None, num_ranks=planned_ranks(options)), end="")
         return EXIT_DONE
     require(config, *(() if options.dry_run else ("target.addresses", "run.dir")), "data.path")
-    for address in config.target.addresses:
-        try:
-            check_address(address)
-        except ValueError as error:
-            raise UserError("target.addresses", address, str(error)) from error
+    if config.target.addresses:
+        check_addresses(config)
+    if config.run.dir is not None:
+        check_run_dir(config)
+    if not options.dry_run:
+        check_device(config)
     dataset = open_with_progress(config)
     check_longest_sample(dataset, max_tokens=config.batch.max_tokens)
     check_drafter(config, dataset)

@@ -105,7 +105,9 @@ def wait_for_target(
             refuse_different(described)
             return described[0]
         now_s = time.monotonic()
-        reasons = "; ".join(f"{address}: {failure}" for address, failure in answers.items())
+        reasons = "; ".join(
+            f"{address}: {answer.cause}" for address, answer in answers.items() if isinstance(answer, CallFailure)
+        )
         if now_s - started_s >= timeout_s:
             raise TargetAbsentError(f"no target-server within {timeout_s:g} s ({reasons})")
         if now_s - said_s >= WAITING_LINE_EVERY_S:

@@ -7,6 +7,7 @@ import dataclasses
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from target_wire.causes import short_cause
 
 DOMAIN = "target_wire"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"  # where grpcio-status puts google.rpc.Status
@@ -23,6 +24,11 @@ class CallFailure:
 
     def __str__(self) -> str:
         return f"{self.reason or self.code.name}: {self.detail}" if self.detail else self.reason or self.code.name
+
+    @property
+    def cause(self) -> str:
+        """In a few words, for a line that only says what is waited for."""
+        return short_cause(self.code.name, self.detail)
 
 
 def reason_of(error: grpc.RpcError) -> CallFailure:

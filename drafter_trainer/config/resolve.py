@@ -17,6 +17,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import CliSettingsSource, EnvSettingsSource, SettingsError
 
 from drafter_trainer.config.schema import ENV_PREFIX, Section, TrainerConfig
@@ -25,6 +26,26 @@ from drafter_trainer.errors import UserError
 __all__ = ["ResolvedConfig", "resolve_config", "setting_lines"]
 
 DEFAULT_LAYER = "default"
+# By the type of pydantic's error, with its context filled in.
+_REMEDIES = {
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "tuple_type": "a list",
+    "dict_type": "key=value,key=value or JSON",
+    "literal_error": "{expected}",
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +128,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError("--config", file, f"{error.strerror}; give a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError("--config", file, f"not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError("--config", file, f"not valid YAML: {_yaml_problem(error)}") from error
     if not isinstance(values or {}, dict):
         raise UserError("--config", file, f"holds a {type(values).__name__}; give sections such as 'optim:'")
     return {str(section): {} if fields is None else fields for section, fields in (values or {}).items()}
@@ -159,11 +180,24 @@ def _user_error(error: ValidationError, winners: Mapping[str, str]) -> UserError
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return UserError(name, first["input"], _unknown_fix(name))
-    info = _all_fields().get(".".join(name.split(".")[:2]))
-    wrong = first["msg"].replace("Input should", "should").replace("Value error, ", "")
-    meaning = f"; {info.description} [{_default_text(info)}]" if info else ""
     layer = winners.get(".".join(name.split(".")[:2]), DEFAULT_LAYER)
-    return UserError(name, first["input"], f"{wrong} (from {layer}){meaning}")
+    return UserError(name, first["input"], f"{_remedy(first)} (from {layer})")
+
+
+def _remedy(error: ErrorDetails) -> str:
+    """What to give instead of a value that pydantic has refused."""
+    template = _REMEDIES.get(error["type"])
+    if template is None:
+        return error["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    facts = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
+    return f"give {template.format(**facts)}".replace("'", "")
+
+
+def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """Where and what, without the lines that the parser shows around it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _unknown_fix(name: str, *, prefix: str = "") -> str:

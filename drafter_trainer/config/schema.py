@@ -6,18 +6,21 @@ nothing and imports no torch, so that a mistake is told before anything is loade
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from drafter_trainer.errors import UserError
 
 ENV_PREFIX = "TRIBUTARY_TRAINER__"
 
+# The published length of training samples (DFlash, appendix A.1).
+_USUAL_LENGTH_TOKENS = 3072
 # The paper's pairs of block size and gamma (DFlash, appendix A.1).
 _PUBLISHED_GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))
 
@@ -39,7 +42,13 @@ def _split_pairs(value: Any) -> Any:
         pairs = [part.partition("=") for part in _split_commas(value)]
         return {key.strip(): yaml.safe_load(text) for key, _, text in pairs}
     except yaml.YAMLError as error:
-        raise ValueError("should be key=value,key=value or JSON") from error
+        raise ValueError("give key=value,key=value or JSON") from error
+
+
+def _check_device_name(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError("give auto, cpu, cuda or cuda:N")
+    return value
 
 
 StrList = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
@@ -107,8 +116,8 @@ class DataSection(Section):
     """Directory of the target's tokenizer, with its chat template. Needed to prepare."""
     prepared_dir: Path | None = None
     """Where `prepare` writes; by default `<path>.prepared`."""
-    max_length_tokens: int = Field(default=3072, ge=2)
-    """Longest sample."""
+    max_length_tokens: int | None = Field(default=None, ge=2)
+    """Longest sample; by default 3072, or batch.max_tokens where that is less."""
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to a longer one; truncating keeps its beginning."""
     min_supervised_tokens: int = Field(default=2, ge=2)
@@ -117,6 +126,8 @@ class DataSection(Section):
     """When the template renders earlier turns otherwise than they were answered: one sample a turn, or none."""
     template_options: ScalarMap = {}
     """Extra variables for the chat template, such as enable_thinking=false. Use what serving uses."""
+    max_dropped_ratio: float = Field(default=0.5, ge=0, le=1)
+    """Part of the rows that may be dropped because they are no conversations; 1 to train on whatever is left."""
     role_aliases: RoleMap = {}
     """More names for roles, such as my_model=assistant."""
     num_workers: int = Field(default=1, ge=1, le=256)
@@ -245,7 +256,7 @@ class RunSection(Section):
     """Passes over the data; 6 when neither is given, as published."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seeds the order, the anchors and the initial weights."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: Annotated[str, AfterValidator(_check_device_name)] = "auto"
     """auto, cpu, cuda or cuda:N. auto takes a GPU where there is one."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type of the drafter; masters are always fp32. auto: bf16 where the hardware multiplies it fast."""
@@ -336,19 +347,21 @@ class TrainerConfig(BaseSettings):
         if self.loss.distill is not None and self.loss.sampled_vocabulary is not None:
             fix = "loss.sampled_vocabulary is set too, and a divergence needs the whole head; give one of them"
             raise UserError("loss.distill", self.loss.distill, fix)
-        if self.data.max_length_tokens > self.batch.max_tokens:
-            raise UserError(
-                "batch.max_tokens",
-                self.batch.max_tokens,
-                f"a sample may have {self.data.max_length_tokens} tokens; give at least that, "
-                "or lower data.max_length_tokens",
-            )
+        if self.max_length_tokens > self.batch.max_tokens:
+            fix = f"a micro-batch holds {self.batch.max_tokens} tokens; give at most that, or raise batch.max_tokens"
+            raise UserError("data.max_length_tokens", self.max_length_tokens, fix)
         return self
 
     @property
     def gamma(self) -> float:
         """The loss's decay: as given, or the paper's for the block size."""
         return self.loss.gamma if self.loss.gamma is not None else default_gamma(self.drafter.block_size)
+
+    @property
+    def max_length_tokens(self) -> int:
+        """Longest sample: as given, or the usual length, which must fit a micro-batch."""
+        given = self.data.max_length_tokens
+        return min(_USUAL_LENGTH_TOKENS, self.batch.max_tokens) if given is None else given
 
     @property
     def epochs(self) -> int | None:

@@ -43,14 +43,14 @@ def refused(capsys, *argv: object) -> str:
         (["train", "--config", "no.yaml"], "--config: no.yaml: No such file or directory; give a YAML file"),
         (["train", "--optim.lrr", "1"], "--optim.lrr: 1: no such setting; did you mean --optim.lr?"),
         (["train", "--prnt-plan", "1"], "--prnt-plan: 1: no such setting; "),
-        (["train", "--optim.lr", "0"], "optim.lr: 0: should be greater than 0"),
+        (["train", "--optim.lr", "0"], "optim.lr: 0: give a number above 0"),
         (["train"], "target.addresses: (not set): needed here; "),
         (["train", "--target.addresses", "a:1"], "run.dir: (not set): needed here; "),
         (
             ["train", "--target.addresses", "a", "--run.dir", "r", "--data.path", "x"],
             "target.addresses: a: give HOST:PORT",
         ),
-        (["evaluate"], "evaluate.target_model: (not set): needed here; "),
+        (["evaluate"], "evaluate.target_model: (not set): needed here; give the target's local directory"),
         (["evaluate", "--evaluate.target_model", "m", "--evaluate.prompts", "p"], "run.dir: (not set): needed here; "),
         (["train", "--target.addresses", "a:1", "--run.dir", "r"], "data.path: (not set): needed here; "),
         (["train", "--data.path", "no.jsonl", "--print-plan", "2"], "data.path: no.jsonl: no such file; "),
@@ -92,6 +92,35 @@ def test_dataset_without_a_usable_row_is_refused(
 def test_settings_that_do_not_fit_the_target_are_told_before_a_server_is_asked(flags, line, training_world, capsys):
     argv = ["train", "--target.addresses", "nobody.invalid:1", "--run.dir", "r", "--data.path", training_world.data]
     assert line in refused(capsys, *argv, "--data.tokenizer", training_world.target, *flags)
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "line"),
+    [
+        ("/proc/x/y", "run.dir: /proc/x/y: /proc can't be written (No such file or directory); give another directory"),
+        ("README.md", "run.dir: README.md: this is a file; give a directory"),
+        ("README.md/x", "README.md is a file; give a directory"),
+    ],
+)
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+def test_run_dir_that_can_not_be_written_is_told_before_data_and_server(run_dir, line, mode, capsys):
+    argv = ["train", "--target.addresses", "nobody.invalid:1", "--data.path", "no.jsonl", "--run.dir", run_dir]
+    assert line in refused(capsys, *argv, *mode)
+
+
+def test_looking_whether_a_run_dir_can_be_written_leaves_nothing(tmp_path, capsys):
+    argv = ["train", "--target.addresses", "nobody.invalid:1", "--data.path", "no.jsonl", "--run.dir", tmp_path / "a/b"]
+    assert "data.path: no.jsonl: no such file" in refused(capsys, *argv)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_device_is_told_before_data_and_server(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    argv = ["train", "--target.addresses", "a:1", "--data.path", "no.jsonl", "--run.dir", tmp_path / "run"]
+    line = refused(capsys, *argv, "--run.device", "cuda:0")
+    assert line == "run.device: cuda:0: this machine has no CUDA device; give cpu"
+    # A dry run may be made where the devices aren't.
+    assert "data.path: no.jsonl: " in refused(capsys, *argv, "--run.device", "cuda:0", "--dry-run")
 
 
 def test_mistakes_and_help_do_not_wait_for_torch():

@@ -83,19 +83,27 @@ def test_config_is_frozen():
         (["--optim.l", "1"], "--optim.l: 1: no such setting"),
         (["--nonsense.thing", "1"], "no such setting; sections are target, data"),
         (["stray"], "command line: stray: not understood"),
-        (["--optim.lr", "-1"], "optim.lr: -1: should be greater than 0 (from flag); Highest learning rate."),
-        (["--optim.lr", "fast"], "optim.lr: fast: should be a valid number"),
-        (["--loss.type", "mse"], "loss.type: mse: should be 'ce' or 'dpace'"),
-        (["--run.device", "gpu"], "run.device: gpu: "),
-        (["--drafter.target_layer_ids", "1,x"], "drafter.target_layer_ids.1: x: should be a valid integer"),
-        (["--data.role_aliases", "me=boss"], "data.role_aliases.me: boss: should be 'system', "),
-        (["--data.template_options", "{a"], "data.template_options: {a: should be key=value,key=value or JSON"),
+        (["--optim.lr", "-1"], "optim.lr: -1: give a number above 0 (from flag)"),
+        (["--optim.lr", "fast"], "optim.lr: fast: give a number (from flag)"),
+        (["--batch.accumulation", "0"], "batch.accumulation: 0: give a number of at least 1 (from flag)"),
+        (["--batch.accumulation", "1.5"], "batch.accumulation: 1.5: give a whole number (from flag)"),
+        (["--optim.betas", "0.9,1"], "optim.betas.1: 1: give a number below 1 (from flag)"),
+        (["--drafter.block_size", "999"], "drafter.block_size: 999: give a number of at most 256 (from flag)"),
+        (["--run.tensorboard", "maybe"], "run.tensorboard: maybe: give true or false (from flag)"),
+        (["--loss.type", "mse"], "loss.type: mse: give ce or dpace (from flag)"),
+        (["--run.device", "gpu"], "run.device: gpu: give auto, cpu, cuda or cuda:N (from flag)"),
+        (["--drafter.target_layer_ids", "1,x"], "drafter.target_layer_ids.1: x: give a whole number"),
+        (["--data.role_aliases", "me=boss"], "data.role_aliases.me: boss: give system, developer, user, "),
+        (["--data.template_options", "{a"], "data.template_options: {a: give key=value,key=value or JSON"),
         (["--run.steps", "5", "--run.epochs", "2"], "run.epochs: 2: run.steps is set too; give one of them"),
         (
             ["--loss.distill", "lk", "--loss.sampled_vocabulary", "9"],
             "loss.distill: lk: loss.sampled_vocabulary is set",
         ),
-        (["--batch.max_tokens", "100"], "batch.max_tokens: 100: a sample may have 3072 tokens; give at least that"),
+        (
+            ["--batch.max_tokens", "100", "--data.max_length_tokens", "200"],
+            "data.max_length_tokens: 200: a micro-batch holds 100 tokens; give at most that, or raise batch.max_",
+        ),
     ],
 )
 def test_mistake_on_the_command_line_is_one_line(flags, message):
@@ -109,8 +117,12 @@ def test_mistake_on_the_command_line_is_one_line(flags, message):
         ("optimm: {lr: 1}", "no such setting; did you mean optim.lr?"),
         ("optim: 3", "optim: 3: optim holds algorithm, lr, betas"),
         ("[1]", "holds a list; give sections such as 'optim:'"),
-        ("optim: {lr: [", "not valid YAML"),
-        ("optim: {lr: {a: 1}}", "should be a valid number (from "),
+        (
+            "optim:\n  lr: 1\n eps: 1\n",
+            "not valid YAML: line 3, column 2: expected <block end>, but found '<block mapping start>'",
+        ),
+        ("optim: {lr: [", "not valid YAML: line 1, column 14: "),
+        ("optim: {lr: {a: 1}}", "give a number (from "),
     ],
 )
 def test_mistake_in_a_file_is_one_line(tmp_path, text, message):
@@ -137,6 +149,12 @@ def test_gamma_follows_the_paper(block_size, gamma):
     assert default_gamma(block_size) == gamma
     assert TrainerConfig(drafter={"block_size": block_size}).gamma == gamma
     assert TrainerConfig(drafter={"block_size": block_size}, loss={"gamma": 3}).gamma == 3
+
+
+def test_one_setting_is_enough_for_shorter_batches():
+    assert TrainerConfig().max_length_tokens == 3072
+    assert TrainerConfig(batch={"max_tokens": 512}).max_length_tokens == 512
+    assert TrainerConfig(batch={"max_tokens": 512}, data={"max_length_tokens": 64}).max_length_tokens == 64
 
 
 def test_run_length_is_steps_or_epochs():

@@ -33,8 +33,16 @@ def test_a_rank_takes_its_own_card_and_a_missing_one_is_refused(monkeypatch: pyt
     assert devices.resolve_device("auto", local_rank=1) == torch.device("cuda", 1)
     assert devices.resolve_device("cuda:0", local_rank=1) == torch.device("cuda", 0)
     assert devices.resolve_device("cpu", local_rank=1) == torch.device("cpu")
-    with pytest.raises(ValueError, match="this machine has 2 CUDA devices"):
+    with pytest.raises(ValueError, match="this machine has 2 CUDA devices; start at most 2 ranks on it, or cpu"):
         devices.resolve_device("auto", local_rank=2)
+    with pytest.raises(ValueError, match="this machine has 2 CUDA devices; give cuda:0 to cuda:1, or cpu"):
+        devices.resolve_device("cuda:2")
+
+
+def test_a_machine_without_cuda_is_told_to_use_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"^this machine has no CUDA device; give cpu$"):
+        devices.resolve_device("cuda:0")
 
 
 def test_the_processor_can_be_asked() -> None:

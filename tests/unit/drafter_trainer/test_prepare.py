@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import shutil
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -292,3 +293,31 @@ def test_two_processes_never_prepare_the_same(source, tiny_tokenizer_dir):
         holder.join(30)
     assert len(opened(source, tiny_tokenizer_dir, wait_timeout_s=30)) == 20
     assert read_meta(source.with_name("rows.jsonl.prepared")).samples == 20
+
+
+@pytest.mark.parametrize(("ratio", "refused"), [(0.5, True), (0.6, False), (1.0, False)])
+def test_file_that_mostly_holds_something_else_is_refused(tmp_path, tiny_tokenizer_dir, ratio, refused):
+    good = conversations(4)
+    no_conversations = [{"text": "a"}, {"text": "b"}, [], {"messages": [{"role": "user"}]}, {"messages": "x"}]
+    rows = [*no_conversations, *good, {"messages": good[0]["messages"][:1]}]  # the last lacks an answer: not malformed
+    source = write_jsonl(tmp_path / "rows.jsonl", [*rows[:-1], *({"text": "c"},), rows[-1]])
+
+    if not refused:
+        assert opened(source, tiny_tokenizer_dir, max_dropped_ratio=ratio).meta.samples == 4
+        return
+    with pytest.raises(UserError) as error:
+        opened(source, tiny_tokenizer_dir, max_dropped_ratio=ratio)
+    assert (error.value.field, error.value.value) == ("data.max_dropped_ratio", ratio)
+    assert error.value.fix == (
+        "6 of 11 rows are no conversations (3 x no messages, conversations or instruction/output in the row, "
+        "2 x no messages, 1 x a message without role or content, 1 x no answer); mend them, or raise this"
+    )
+    assert not is_prepared(tmp_path / "rows.jsonl.prepared")
+
+
+def test_directory_that_can_not_be_written_is_refused_by_the_setting_s_name(source, tiny_tokenizer_dir):
+    with pytest.raises(UserError) as error:
+        opened(source, tiny_tokenizer_dir, prepared_dir=Path("/proc/prepared"))
+    assert str(error.value) == (
+        "data.prepared_dir: /proc/prepared: can't be written (No such file or directory); give another directory"
+    )
