@@ -1,31 +1,22 @@
-"""Settings of the target server: schema, the four layers they come from, and one-line errors.
+"""Settings of the target server: names, types, ranges, defaults, meanings, and the rules between them.
 
-Precedence: flag > environment (`TARGET_SERVER__MODEL__PATH=...`) > YAML file > default. This is the only module of the
-room that reads the environment. It must stay importable without torch: the front uses it.
+Where values come from is `config_layers`' part. It must stay importable without torch: the front uses it.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
+import re
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
-    CliSettingsSource,
-    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
-from target_server.errors import UserError
-
 __all__ = [
-    "ENV_PREFIX",
-    "ArgumentParser",
     "BuffersConfig",
     "DeadlinesConfig",
     "HardwareConfig",
@@ -33,21 +24,40 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "ReplicaConfig",
+    "Section",
     "ServerConfig",
     "SwapConfig",
-    "add_config_flags",
-    "load_config",
-    "resolved_lines",
 ]
 
-ENV_PREFIX = "TARGET_SERVER__"
+
+def _check_device(name: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError("give cpu or cuda:N")
+    return name
 
 
-class _Section(BaseModel):
+def _check_address(address: str) -> str:
+    if not re.fullmatch(r"\S*:\d{1,5}", address):
+        raise ValueError("give HOST:PORT")
+    return address
+
+
+def _check_optional_address(address: str) -> str:
+    return address and _check_address(address)
+
+
+_Device = Annotated[str, AfterValidator(_check_device)]
+_Address = Annotated[str, AfterValidator(_check_address)]
+_OptionalAddress = Annotated[str, AfterValidator(_check_optional_address)]
+
+
+class Section(BaseModel):
+    """A group of settings."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """What is served."""
 
     path: Path | None = None
@@ -60,7 +70,7 @@ class ModelConfig(_Section):
     """Compile each decoder block with torch.compile: minutes at the first forward, and rows equal to rounding only."""
 
 
-class ReplicaConfig(_Section):
+class ReplicaConfig(Section):
     """How replica processes are made."""
 
     devices_per_replica: int = Field(default=1, ge=1)
@@ -75,7 +85,7 @@ class ReplicaConfig(_Section):
     """Directory for Unix sockets as data endpoints (replica-0.sock and so on), for clients on this host; none: TCP."""
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
     """What a session may ask for."""
 
     max_batch_token_count: int = Field(default=8192, ge=1, le=1 << 24)
@@ -92,7 +102,7 @@ class LimitsConfig(_Section):
     """Most unanswered requests of one session."""
 
 
-class BuffersConfig(_Section):
+class BuffersConfig(Section):
     """Memory between the forward and the wire; all of it is allocated once."""
 
     host_slot_count: int = Field(default=10, ge=2, le=4096)
@@ -107,14 +117,14 @@ class BuffersConfig(_Section):
     """Aim for the size of a frame's body; frames are cut at token rows."""
 
 
-class MetricsConfig(_Section):
+class MetricsConfig(Section):
     """What can be watched."""
 
-    listen: str = Field(default="", pattern=r"^$|^.+:\d{1,5}$")
+    listen: _OptionalAddress = ""
     """HOST:PORT of a Prometheus endpoint in the front; empty for none."""
 
 
-class HardwareConfig(_Section):
+class HardwareConfig(Section):
     """What the memory plan is held against (--dry-run, and before every start)."""
 
     host_memory_gb: float = Field(default=0.0, ge=0)
@@ -123,7 +133,7 @@ class HardwareConfig(_Section):
     """Memory of each accelerator, in 1e9 bytes; 0: not checked before loading."""
 
 
-class DeadlinesConfig(_Section):
+class DeadlinesConfig(Section):
     """How long each wait may last, in seconds."""
 
     start_timeout_s: float = Field(default=1800.0, gt=0)
@@ -146,7 +156,7 @@ class DeadlinesConfig(_Section):
     """Failures to start in a row after which a replica is given up."""
 
 
-class SwapConfig(_Section):
+class SwapConfig(Section):
     """How the served weights may be replaced while the server runs."""
 
     checkpoint_root: Path | None = None
@@ -175,11 +185,11 @@ class ServerConfig(BaseSettings):
 
     model: ModelConfig = ModelConfig()
     """What is served."""
-    listen: str = Field(default="127.0.0.1:50051", pattern=r"^.*:\d{1,5}$")
+    listen: _Address = "127.0.0.1:50051"
     """HOST:PORT of the front; replicas listen on the same host. Port 0: any free port."""
     trusted_network: bool = False
     """Whether `listen` may be off loopback, where no encryption and no token keep anybody from reading or swapping."""
-    devices: list[str] = Field(default=["cpu"], min_length=1)
+    devices: list[_Device] = Field(default=["cpu"], min_length=1)
     """Devices of the replicas in order, e.g. cuda:0,cuda:1; cpu may be given several times."""
     replica: ReplicaConfig = ReplicaConfig()
     """How replica processes are made."""
@@ -251,104 +261,3 @@ class ServerConfig(BaseSettings):
         """Devices of each replica."""
         size = self.replica.devices_per_replica
         return [self.devices[start : start + size] for start in range(0, len(self.devices), size)]
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """A parser whose errors are one line like every other mistake of the user."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises what argparse would print with its usage."""
-        kind, _, rest = message.partition(": ")
-        raise UserError(kind, rest or "-", f"not understood; see {self.prog} --help")
-
-
-def add_config_flags(parser: argparse.ArgumentParser) -> CliSettingsSource[Any]:
-    """Adds `--config` and one dotted flag per setting to a subcommand's parser."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")
-    return CliSettingsSource(ServerConfig, root_parser=parser, cli_exit_on_error=False)
-
-
-def load_config(arguments: argparse.Namespace, flags: CliSettingsSource[Any]) -> tuple[ServerConfig, dict[str, str]]:
-    """Merges the layers and checks the result.
-
-    Returns:
-        The settings, and for each dotted name that is not a default the layer it came from.
-
-    Raises:
-        UserError: an unknown key, or a value outside of its range.
-    """
-    layers: list[tuple[str, Mapping[str, Any]]] = []
-    if arguments.config is not None:
-        layers.append((f"file {arguments.config}", _read_yaml(arguments.config)))
-    environment = EnvSettingsSource(ServerConfig, env_prefix=ENV_PREFIX, env_nested_delimiter="__")
-    layers.append(("environment", environment()))
-    layers.append(("flag", flags(parsed_args=arguments)()))
-    merged: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for name, values in layers:
-        _merge(merged, values, prefix="", layer=name, origins=origins)
-    try:
-        return ServerConfig(**merged), origins
-    except ValidationError as error:
-        raise _user_error(error) from error
-
-
-def resolved_lines(config: ServerConfig, origins: Mapping[str, str]) -> list[str]:
-    """Returns one `name: value  # layer` line per setting for `--print-config`."""
-    lines = []
-    for name, value in _flatten(config.model_dump(mode="json"), ""):
-        text = yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
-        lines.append(f"{name}: {text}  # {origins.get(name, 'default')}")
-    return lines
-
-
-def _read_yaml(path: Path) -> Mapping[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError("--config", path, f"can't be read ({error.strerror}); give a YAML file") from error
-    except yaml.YAMLError as error:
-        raise UserError("--config", path, f"is not YAML ({' '.join(str(error).split())})") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UserError("--config", path, "must hold settings by name at its top level")
-    return values
-
-
-def _merge(
-    into: dict[str, Any], values: Mapping[str, Any], *, prefix: str, layer: str, origins: dict[str, str]
-) -> None:
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            nested = into.setdefault(key, {})
-            if isinstance(nested, dict):
-                _merge(nested, value, prefix=f"{name}.", layer=layer, origins=origins)
-                continue
-        into[key] = value
-        origins[name] = layer
-
-
-def _flatten(values: Mapping[str, Any], prefix: str) -> Sequence[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.extend(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat.append((f"{prefix}{key}", value))
-    return flat
-
-
-def _user_error(error: ValidationError) -> UserError:
-    """Turns the first of pydantic's errors into field, value and fix."""
-    first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return UserError(name, first["input"], "unknown setting; see target-server serve --help")
-    message = first["msg"].removeprefix("Value error, ")
-    if not name:
-        # A rule across fields names its field itself.
-        field, value, fix = message.split(": ", 2)
-        return UserError(field, value, fix)
-    return UserError(name, first["input"], message[0].lower() + message[1:])

@@ -164,6 +164,7 @@ async def serve(config: ServerConfig, *, port_file: Path | None) -> int:
         server, port = await _start_server(config, servicer, status)
         if metrics_port:
             _log.info("metrics on port %d", metrics_port)
+        print(f"target-server: loading {store.current.checkpoint} on {', '.join(config.devices)}", flush=True)
         announcing = asyncio.create_task(_announce(config, supervisor, status, changed, port, port_file))
         watching = asyncio.create_task(watch_checkpoints(config, supervisor, store, coordinator))
         try:
@@ -230,7 +231,7 @@ async def _announce(
     port_file: Path | None,
 ) -> None:
     """Keeps health in step with the replicas, and says once that the server serves."""
-    announced = False
+    announced = all_announced = False
     while True:
         await changed.wait()
         changed.clear()
@@ -242,7 +243,19 @@ async def _announce(
             announced = True
             if port_file is not None:
                 _write_atomically(port_file, f"{port}\n")
-            print(f"target-server: serving on {config.host}:{port}", flush=True)
+            print(f"target-server: serving on {config.host}:{port}: {_served(supervisor)}", flush=True)
+        if supervisor.serving_count == len(supervisor.replicas) > 1 and not all_announced:
+            all_announced = True
+            print(f"target-server: all {len(supervisor.replicas)} replicas serve", flush=True)
+
+
+def _served(supervisor: Supervisor) -> str:
+    description = supervisor.description
+    assert description is not None, "a replica serves"
+    return (
+        f"{description.model.name}, {supervisor.serving_count} of {len(supervisor.replicas)} replicas, at most "
+        f"{description.max_batch_token_count} tokens a batch and {description.max_sequence_token_count} a sequence"
+    )
 
 
 def _stop_signal(supervisor: Supervisor) -> asyncio.Event:

@@ -142,11 +142,20 @@ def _check_report(report: Mapping[str, Any], path: Path) -> None:
 
 def _check_devices(devices: list[str]) -> None:
     for name in devices:
+        device = torch.device(name)
+        count = torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= count:
+            fix = (
+                f"has {count} CUDA devices; give cuda:0 to cuda:{count - 1}"
+                if count
+                else "has no CUDA device; give cpu"
+            )
+            raise UserError("devices", name, f"this machine {fix}")
         try:
-            torch.empty(0, device=torch.device(name))
+            torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError("devices", name, f"can't be used here ({reason}); give cpu or cuda:N") from error
+            raise UserError("devices", name, f"can't be used ({reason}); give cpu or another cuda:N") from error
 
 
 def _memory_of(devices: list[str]) -> dict[int, int]:

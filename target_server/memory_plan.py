@@ -82,6 +82,16 @@ class MemoryPlan:
                 limit = config.limits.max_batch_token_count
                 _check(device, uses, device_bytes, "limits.max_batch_token_count", str(limit))
 
+    def verdict(self, config: ServerConfig) -> str:
+        """Returns one line for a plan that was checked: what is needed of what there is."""
+        device_gb, host_gb = config.hardware.device_memory_gb, config.hardware.host_memory_gb
+        has = f" of {device_gb:.1f}" if device_gb else ""
+        parts = [f"{device} {sum(uses.values()) / _GB:.2f}{has} GB" for device, uses in self.devices.items()]
+        host_gb = host_gb or psutil.virtual_memory().total / _GB
+        parts.append(f"host {sum(self.host.values()) / _GB:.2f} of {host_gb:.1f} GB")
+        unchecked = "" if device_gb or not self.devices else "; give hardware.device_memory_gb to check devices too"
+        return f"fits: {', '.join(parts)}{unchecked}"
+
 
 def build_plan(config: ServerConfig) -> MemoryPlan:
     """Returns what the configuration needs.

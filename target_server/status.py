@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import grpc
+from grpc_status import rpc_status
 from rich.live import Live
 from rich.table import Table
+from target_wire.causes import short_cause
 from target_wire.channel import channel_options
 from target_wire.v1 import target_pb2, target_pb2_grpc
 
@@ -28,12 +32,12 @@ def print_status(address: str, *, as_json: bool, timeout_s: float) -> int:
     """
     with grpc.insecure_channel(address, options=channel_options()) as channel:
         description = _describe(channel, address, timeout_s)
-    print(json.dumps(_as_dict(description)) if as_json else "\n".join(_lines(description)))
+    print(json.dumps(_as_dict(description, address)) if as_json else "\n".join(_lines(description)))
     return 0
 
 
 def watch_status(address: str, *, timeout_s: float, interval_s: float = 1.0, rounds: int | None = None) -> int:
-    """Draws a live table of the replicas until interrupted; returns the exit code.
+    """Shows the replicas until interrupted, as a live table or, without a terminal, as lines; returns the exit code.
 
     Args:
         address: of the front.
@@ -45,17 +49,27 @@ def watch_status(address: str, *, timeout_s: float, interval_s: float = 1.0, rou
         UserError: nothing answers there (any more).
     """
     with (
-        grpc.insecure_channel(address, options=channel_options()) as channel,
-        Live(auto_refresh=False) as live,
         contextlib.suppress(KeyboardInterrupt),
+        grpc.insecure_channel(address, options=channel_options()) as channel,
+        _shown() as show,
     ):
         before = _describe(channel, address, timeout_s)
         for _ in itertools.count() if rounds is None else range(rounds):
             time.sleep(interval_s)
             now = _describe(channel, address, timeout_s)
-            live.update(_table(before, now, interval_s), refresh=True)
+            show(_rows(before, now, interval_s), now)
             before = now
     return 0
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[Callable[[list[dict[str, str]], target_pb2.DescribeTargetResponse], None]]:
+    """Yields what shows one look at the replicas."""
+    if not sys.stdout.isatty():
+        yield lambda rows, _now: _print_rows(rows)
+        return
+    with Live(auto_refresh=False) as live:
+        yield lambda rows, now: live.update(_table(rows, now), refresh=True)
 
 
 def _describe(channel: grpc.Channel, address: str, timeout_s: float) -> target_pb2.DescribeTargetResponse:
@@ -65,34 +79,58 @@ def _describe(channel: grpc.Channel, address: str, timeout_s: float) -> target_p
         )
     except grpc.RpcError as error:
         call = cast("grpc.Call", error)
-        raise UserError("address", address, f"{call.code().name.lower()}: {call.details()}") from error
+        cause = short_cause(call.code().name, call.details() or "")
+        # A server that answers gives its reason; without one nobody did.
+        silent = rpc_status.from_call(call) is None
+        raise UserError("address", address, f"{cause}; is the server running?" if silent else cause) from error
 
 
-def _table(
+def _rows(
     before: target_pb2.DescribeTargetResponse, now: target_pb2.DescribeTargetResponse, interval_s: float
-) -> Table:
-    """Returns the replicas' table; time columns are seconds of batches spent there per second of the clock."""
-    table = Table(title=f"{now.model.name}, version {now.version.number}")
-    for column in ("replica", "state", "devices", "sessions", "queued", "running", "free slots", "tok/s", "MB/s"):
-        table.add_column(column, justify="right")
-    for stage in STAGES:
-        table.add_column(f"{stage} s/s", justify="right")
+) -> list[dict[str, str]]:
+    """Returns each replica's columns; times are seconds of batches spent there per second of the clock."""
+    rows = []
     for old, new in zip(before.replicas, now.replicas, strict=True):
         stats, earlier = new.stats, old.stats
-        row = [str(new.index), _state(new.state), ",".join(new.devices)]
+        row = {"replica": str(new.index), "state": _state(new.state), "devices": ",".join(new.devices)}
         if new.HasField("stats") and stats.batch_count >= earlier.batch_count:
-            row += [str(stats.session_count), str(stats.queued_count), str(stats.running_count)]
-            row += [f"{stats.free_slot_count}/{stats.slot_count}"]
-            row += [f"{(stats.token_count - earlier.token_count) / interval_s:.0f}"]
-            row += [f"{(stats.sent_bytes - earlier.sent_bytes) / interval_s / 1e6:.1f}"]
-            seconds = ((getattr(stats, f"{s}_seconds") - getattr(earlier, f"{s}_seconds")) for s in STAGES)
-            row += [f"{value / interval_s:.2f}" for value in seconds]
-        table.add_row(*row)
+            row |= {
+                "sessions": str(stats.session_count),
+                "queued": str(stats.queued_count),
+                "running": str(stats.running_count),
+                "free slots": f"{stats.free_slot_count}/{stats.slot_count}",
+                "tok/s": f"{(stats.token_count - earlier.token_count) / interval_s:.0f}",
+                "MB/s": f"{(stats.sent_bytes - earlier.sent_bytes) / interval_s / 1e6:.1f}",
+            }
+            for stage in STAGES:
+                seconds = getattr(stats, f"{stage}_seconds") - getattr(earlier, f"{stage}_seconds")
+                row[f"{stage} s/s"] = f"{seconds / interval_s:.2f}"
+        rows.append(row)
+    return rows
+
+
+def _table(rows: list[dict[str, str]], now: target_pb2.DescribeTargetResponse) -> Table:
+    table = Table(title=f"{now.model.name}, version {now.version.number}")
+    columns = max(rows, key=len, default={})
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row.values())
     return table
 
 
-def _as_dict(description: target_pb2.DescribeTargetResponse) -> dict[str, Any]:
-    """Returns the answer with the contract's field names, numbers as numbers and states by their short names."""
+def _print_rows(rows: list[dict[str, str]]) -> None:
+    """Prints a line a replica, for a pipe or a file."""
+    clock = time.strftime("%H:%M:%S")
+    for row in rows:
+        print(clock, ", ".join(f"{column} {value}" for column, value in row.items()), flush=True)
+
+
+def _as_dict(description: target_pb2.DescribeTargetResponse, front: str) -> dict[str, Any]:
+    """Returns the answer with the contract's field names, numbers as numbers, states by their short names.
+
+    A replica's address is where it is reached by one who reached the front as `front`.
+    """
     model, version = description.model, description.version
     return {
         "protocol_version": description.protocol_version,
@@ -115,7 +153,7 @@ def _as_dict(description: target_pb2.DescribeTargetResponse) -> dict[str, Any]:
         "replicas": [
             {
                 "index": replica.index,
-                "address": replica.address,
+                "address": _reached_at(front, replica),
                 "port": replica.port,
                 "devices": list(replica.devices),
                 "state": _state(replica.state),
@@ -125,6 +163,15 @@ def _as_dict(description: target_pb2.DescribeTargetResponse) -> dict[str, Any]:
             for replica in description.replicas
         ],
     }
+
+
+def _reached_at(front: str, replica: target_pb2.Replica) -> str:
+    """Returns where a replica listens, with the front's host where it gives none; empty while it does not serve."""
+    host, _, port = replica.address.rpartition(":")
+    if host or not (port or replica.port):
+        return replica.address
+    front_host = "localhost" if front.startswith("unix:") else front.rpartition(":")[0]
+    return f"{front_host}:{port or replica.port}"
 
 
 def _stats(replica: target_pb2.Replica) -> dict[str, Any]:

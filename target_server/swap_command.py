@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from target_wire.causes import short_cause
 from target_wire.channel import channel_options
 from target_wire.errors import Reason
 from target_wire.v1 import target_pb2, target_pb2_grpc
@@ -72,7 +73,7 @@ def _failure(error: grpc.RpcError, address: str, checkpoint: str) -> Exception:
     status = rpc_status.from_call(call)
     info = error_details_pb2.ErrorInfo()
     if status is None or not status.details or not status.details[0].Unpack(info):
-        return UserError("--address", address, f"{call.code().name.lower()}: {detail}")
+        return UserError("--address", address, f"{short_cause(call.code().name, detail)}; is the server running?")
     if info.reason in _MISTAKES:
         return UserError("--checkpoint", checkpoint, detail.removeprefix("checkpoint: "))
     return SwapFailedError(f"{info.reason}: {detail}; what was served before still is")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -63,7 +64,33 @@ def test_status_prints_what_is_served(server: ServerProcess) -> None:
     assert status["version"]["number"] == 1
     assert len(status["version"]["digest"]) == 32
     assert [replica["state"] for replica in status["replicas"]] == ["serving", "serving"]
-    assert "target-server: serving on 127.0.0.1:" in server.log()
+    log = server.log()
+    name = status["model"]["name"]
+    assert re.search(rf"target-server: loading \S*{name} on cpu, cpu\n", log)
+    limits = f"at most {status['max_batch_token_count']} tokens a batch and {status['max_sequence_token_count']} a"
+    assert re.search(rf"target-server: serving on 127.0.0.1:\d+: {name}, \d of 2 replicas, {limits} sequence\n", log)
+    assert "target-server: all 2 replicas serve\n" in log
+
+
+def test_status_says_where_replicas_are_reached(server: ServerProcess) -> None:  # case 84
+    addresses = [replica["address"] for replica in status_json(server.address)["replicas"]]
+    assert addresses == [server.replica_address(0), server.replica_address(1)]
+    (_, port) = server.address.split(":")
+    assert status_json(f"localhost:{port}")["replicas"][0]["address"].startswith("localhost:")
+
+
+def test_watching_through_a_pipe_prints_lines_and_ends_quietly(server: ServerProcess) -> None:
+    command = [sys.executable, "-m", "target_server", "status", server.address, "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        lines = [watching.stdout.readline() for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+        _, errors = watching.communicate(timeout=20)
+    assert (watching.returncode, errors) == (0, "")
+    assert [line.split(" ", 1)[1].split(", ")[:3] for line in lines[:2]] == [
+        [f"replica {index}", "state serving", "devices cpu"] for index in (0, 1)
+    ]
+    assert "free slots " in lines[2]
 
 
 def test_what_a_replica_has_done_is_reported(server: ServerProcess) -> None:

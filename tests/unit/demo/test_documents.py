@@ -88,11 +88,11 @@ def test_program_commands_are_understood(
     elif verb == "status":
         # Nobody listens on port 1: it has understood its arguments when it says so.
         rest = ["127.0.0.1:1", *rest[1:]]
-        expected, output = 2, "unavailable"
+        expected, output = 2, "connection refused"
     elif verb == "swap":
         assert rest[0] == "--address"
         rest[1] = "127.0.0.1:1"
-        expected, output = 2, "unavailable"
+        expected, output = 2, "connection refused"
     else:
         rest = [*rest, *([] if "--print-config" in rest else ["--print-config"])]
         expected, output = 0, ":"

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from target_server.__main__ import _parse, main
-from target_server.config import ServerConfig, load_config, resolved_lines
+from target_server.__main__ import main
+from target_server.command_line import parse_command_line
+from target_server.config import ServerConfig
+from target_server.config_layers import load_config, resolved_lines
 from target_server.errors import UserError
 from target_server.front import check_network, check_socket_dir
 from target_server.supervisor import thread_count
@@ -18,7 +20,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def load(*flags: str) -> tuple[ServerConfig, dict[str, str]]:
-    return load_config(*_parse(["serve", *flags]))
+    return load_config(*parse_command_line(["serve", *flags]))
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,9 +45,20 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeyp
     ("flags", "message"),
     [
         (["--model.dtype", "int8"], "model.dtype: int8: "),
-        (["--model.pth", "x"], "unrecognized arguments: --model.pth x: "),
-        (["--limits.max_batch_token_count", "0"], "limits.max_batch_token_count: 0: "),
-        (["--listen", "nowhere"], "listen: nowhere: "),
+        (["--modle.path", "x"], "--modle.path: x: no such option; did you mean --model.path?"),
+        (["--model.p=x"], "--model.p: x: no such option; did you mean --model.path?"),
+        (["--dtype", "x"], "--dtype: x: no such option; did you mean --model.dtype?"),
+        (["--portfile", "x"], "--portfile: x: no such option; did you mean --port-file?"),
+        (["--unheard-of", "x"], "--unheard-of: x: no such option; see target-server serve --help"),
+        (["--listen"], "--listen: (not set): give a value after it"),
+        (["x"], "command line: x: not understood; give settings as --name value"),
+        (["--limits.max_batch_token_count", "0"], "limits.max_batch_token_count: 0: give a number of at least 1"),
+        (["--limits.max_batch_token_count", "x"], "limits.max_batch_token_count: x: give a whole number"),
+        (["--deadlines.open_timeout_s", "0"], "deadlines.open_timeout_s: 0: give a number above 0"),
+        (["--buffers.copy_audit", "no"], "buffers.copy_audit: no: give off, sampled or always"),
+        (["--listen", "nowhere"], "listen: nowhere: give HOST:PORT"),
+        (["--metrics.listen", "9090"], "metrics.listen: 9090: give HOST:PORT"),
+        (["--devices", "cpu,tpu"], "devices: tpu: give cpu or cuda:N"),
         (["--devices", "cpu,cpu,cpu", "--replica.devices_per_replica", "2"], "replica.devices_per_replica: 2: "),
         (["--devices", "cpu,cpu", "--replica.devices_per_replica", "2"], "devices: cpu: "),
         (["--buffers.host_slot_count", "8"], "buffers.host_slot_count: 8: "),
@@ -62,6 +75,48 @@ def test_mistake_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert error.startswith(f"target-server: {message}"), error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "serve|swap|status: (not set): needed here; see target-server --help"),
+        (["sevre"], "serve|swap|status: invalid choice: 'sevre'"),
+        (["status"], "HOST:PORT: (not set): needed here; see target-server status --help"),
+        (["status", "h:1", "--jsn"], "--jsn: -: no such option; did you mean --json?"),
+        (["status", "h:1", "h:2"], "command line: h:2: not understood; see target-server status --help"),
+        (["status", "h:1", "--timeout", "x"], "--timeout: invalid float value: 'x': not understood"),
+        (["status", "127.0.0.1:1"], "address: 127.0.0.1:1: connection refused; is the server running?"),
+        (
+            ["swap", "--address", "127.0.0.1:1", "--checkpoint", "x"],
+            "--address: 127.0.0.1:1: connection refused; is the server running?",
+        ),
+    ],
+)
+def test_mistake_in_any_verb_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"target-server: {message}"), error
+    assert error.count("\n") == 1
+
+
+def test_help_of_serve_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert "  --listen\n      HOST:PORT of the front; replicas listen on the same host." in text
+    assert "[auto|bfloat16|float16|float32; default auto]" in text
+    assert "--limits.max_batch_token_count\n" in text
+
+
+def test_yaml_that_can_not_be_read_is_told_by_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("limits:\n  max_tap_count: 3\n max_session_count: 4\n")
+    with pytest.raises(UserError) as refused:
+        load("--config", str(file))
+    assert refused.value.fix == (
+        "is not YAML: line 3, column 2: expected <block end>, but found '<block mapping start>'"
+    )
 
 
 def test_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:

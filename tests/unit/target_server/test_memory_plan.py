@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from math import prod
 from pathlib import Path
@@ -48,7 +49,11 @@ def test_every_shipped_config_passes_a_dry_run(
 ) -> None:
     memory = ["--hardware.host_memory_gb", "256"]
     assert main(["serve", "--config", str(file), "--model.path", str(checkpoint), "--dry-run", *memory]) == 0
-    assert "total" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any("total" in line for line in lines)
+    assert re.fullmatch(
+        r"fits: (cuda:\d [\d.]+( of [\d.]+)? GB, )*host [\d.]+ of 256\.0 GB(; give hardware.*)?", lines[-1]
+    )
 
 
 def test_plan_of_five_cards_counts_weights_buffers_and_slots(checkpoint: Path) -> None:
