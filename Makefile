@@ -91,7 +91,7 @@ bench: $(DEV) ## Measure what is promised, into bench/results.json; some parts: 
 demo: $(RUNTIME) ## Train a drafter for a small real model, then decode with it (15 minutes)
 	$(BIN)/python -m demo
 
-demo-tiny: $(RUNTIME) ## The same path with a tiny model (90 seconds)
+demo-tiny: $(RUNTIME) ## The same path with a tiny model (two minutes the first time)
 	$(BIN)/python -m demo --tiny
 
 clean: ## Remove the environment and what tools leave behind

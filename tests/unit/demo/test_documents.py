@@ -82,6 +82,7 @@ def test_program_commands_are_understood(
     module, verb, *rest = words
     if verb == "inspect":
         # It has understood its arguments when it looks for the directory.
+        rest = ["no-such-run", *rest[1:]]
         expected, output = 2, "no such directory"
     elif verb == "replay":
         expected, output = 2, "is no dump"
