@@ -31,6 +31,7 @@ __all__ = [
     "open_configured_dataset",
     "open_dataset",
     "prepare",
+    "prepare_settings",
 ]
 
 logger = logging.getLogger(__name__)
@@ -50,16 +51,21 @@ class Progress:
     bytes_total: int
 
 
+def prepare_settings(config: TrainerConfig) -> PrepareSettings:
+    """The part of the data section that decides samples."""
+    values: dict[str, Any] = {field.name: getattr(config.data, field.name) for field in fields(PrepareSettings)}
+    return PrepareSettings(**values | {"max_length_tokens": config.max_length_tokens})
+
+
 def open_configured_dataset(
     config: TrainerConfig, *, on_progress: Callable[[Progress], None] = lambda _: None
 ) -> TokenDataset:
     """`open_dataset` with the settings of the data section."""
     data = config.data
-    values: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(PrepareSettings)}
     return open_dataset(
         data.path,
         tokenizer=data.tokenizer,
-        settings=PrepareSettings(**values | {"max_length_tokens": config.max_length_tokens}),
+        settings=prepare_settings(config),
         prepared_dir=data.prepared_dir,
         num_workers=data.num_workers,
         max_dropped_ratio=data.max_dropped_ratio,

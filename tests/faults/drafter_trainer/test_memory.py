@@ -13,13 +13,12 @@ import psutil
 import pytest
 from target_wire.spec import DType
 
-from drafter_trainer.cli.settings import prepare_settings
 from drafter_trainer.client.delivery import Delivery
 from drafter_trainer.client.terms import Patience, StreamTerms
 from drafter_trainer.config import TrainerConfig
 from drafter_trainer.config.resolve import resolve_config
 from drafter_trainer.dataset import FORMAT_VERSION, DatasetMeta
-from drafter_trainer.prepare import _recipe
+from drafter_trainer.prepare import _recipe, prepare_settings
 from drafter_trainer.tokenizer import TokenizerFacts
 from tests.support.fake_target import HIDDEN_SIZE, FakeTarget
 from tests.support.forking_trainer import ForkingTrainer

@@ -141,7 +141,7 @@ def test_a_trainer_started_before_the_server_says_so_and_goes_on(
     trainer.wait_for_line("waiting for the target-server")
     with running_server(training_world, tmp_path, port=port):
         assert trainer.wait() == 0, trainer.text()
-    assert f"127.0.0.1:{port}: UNAVAILABLE" in trainer.text()
+    assert f"127.0.0.1:{port}: connection refused" in trainer.text()
     assert_same_run(tmp_path / "run", final_state(unbroken))
 
 
@@ -151,7 +151,7 @@ def test_a_server_that_never_comes_ends_the_run_with_exit_code_1(
     trainer = trainers.start(training_world.flags("127.0.0.1:1", tmp_path / "run", target__wait_timeout_s=1))
     assert trainer.wait(30) == 1
     last = trainer.text().splitlines()[-1]
-    assert last.startswith("drafter-trainer: no target-server within 1 s (127.0.0.1:1: UNAVAILABLE")
+    assert last.startswith("drafter-trainer: no target-server within 1 s (127.0.0.1:1: connection refused)")
 
 
 def test_a_malformed_address_is_a_mistake_with_exit_code_2(training_world: TrainingWorld, tmp_path: Path) -> None:
