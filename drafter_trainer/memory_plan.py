@@ -77,7 +77,7 @@ def plan_memory(
         tied: Whether the target's head is its embedding.
         sequence_tokens: Usual length of a sequence; by default the longest.
     """
-    sequence_tokens = sequence_tokens or config.data.max_length_tokens
+    sequence_tokens = sequence_tokens or config.max_length_tokens
     parameters = count_parameters(drafter)
     matrices_only = config.optim.algorithm == "muon"
     taps = len(drafter.target_layer_ids) + (config.loss.distill is not None)
