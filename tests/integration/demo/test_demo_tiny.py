@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,11 +20,7 @@ from demo.programs import ending_with_parent
 from demo.progress import MetricsTail
 from demo.recipe import CHECKOUT
 from demo.tiny import ensure_tiny_target
-from drafter_trainer.__main__ import main as drafter_trainer_main
-from target_server.__main__ import main as target_server_main
-from tests.support.cli import logging_restored
 
-MAINS = {"target-server": target_server_main, "drafter-trainer": drafter_trainer_main}
 FIRST_KEYS = [
     "accept_len",
     "accept_len_macro",
@@ -131,39 +125,6 @@ def test_a_used_run_directory_is_refused(cache: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"demo: {tmp_path} exists already; give a new --run-dir"
-
-
-def test_the_documents_first_run_works_as_written(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (CHECKOUT / "docs/running.md").read_text(encoding="utf-8")
-    section = text.partition("## A first run, on a CPU")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
-    serve, *rest = [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    assert [words[:2] for words in rest] == [
-        ["target-server", "status"],
-        *(["drafter-trainer", verb] for verb in ("train", "inspect", "evaluate", "export", "inspect")),
-    ]
-    (tmp_path / "configs").symlink_to(CHECKOUT / "configs")
-    (tmp_path / ".demo").symlink_to(cache)
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "target_server", *serve[1:], "--listen", "127.0.0.1:0", "--port-file", "port"]
-    with subprocess.Popen(ending_with_parent(command), stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        lines = [server.stdout.readline() for _ in range(2)]
-        assert [line.split(" ")[1] for line in lines] == ["loading", "serving"], lines
-        address = f"127.0.0.1:{Path('port').read_text().strip()}"
-        try:
-            for program, *words in rest:
-                argv = [address if word == "127.0.0.1:50051" else word for word in words]
-                with logging_restored():
-                    assert MAINS[program](argv) == 0, capsys.readouterr().err
-        finally:
-            server.terminate()
-    assert server.returncode == 0
-    printed = capsys.readouterr().out
-    assert "target    target (Qwen3ForCausalLM), 4 layers of 64" in printed
-    assert (tmp_path / "runs/by-hand/export/model.safetensors").is_file()
 
 
 class _running:  # noqa: N801 - reads as a with statement
