@@ -3,7 +3,10 @@
 Owns the translation of `attention_rules` into a mask function and a table of tiles. Two facts force its form.
 `create_block_mask` makes the dense queries x keys table when not compiled, and compiled it has reused a stale mask: so
 the table is derived here, from each anchor's range of context rows, and the mask function only reads tensors. And a new
-shape means a new compilation: so lengths are padded to buckets, at most eight an octave.
+shape means a new compilation, seconds long, and past dynamo's limit of them a silent fall to the dense form: so context
+and block tokens are each padded to a power of two. Micro-batches that the plan has filled then share a few shapes, and
+after warm-up nothing is compiled. Padding costs copies only: the table has no tile of padded context, and of padded
+blocks each sees itself alone.
 
 The CPU has no backward pass for flex_attention (torch 2.13); there this serves as a forward-only twin for tests.
 
@@ -29,6 +32,8 @@ __all__ = ["attend_flex"]
 
 TILE = 128
 NO_QUERY_DOCUMENT, NO_KEY_DOCUMENT = -1, -2
+# Compiled forms of one code object that dynamo keeps: shapes of context x blocks x kinds of layer. Its own limit is 8.
+COMPILED_FORMS = 64
 
 
 def attend_flex(
@@ -63,14 +68,16 @@ class _Mask:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+def _compiled(backend: str = "inductor") -> Callable[..., Any]:
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
+    limits.fail_on_recompile_limit_hit = True  # else it would go on with the dense form, and only be slow
+    return torch.compile(flex_attention, dynamic=False, backend=backend)
 
 
 def _bucket(size: int) -> int:
-    """Round up to a multiple of TILE and of an eighth of the next lower power of two."""
-    step = max(TILE, 1 << max(size.bit_length() - 4, 0))
-    return max(TILE, -(-size // step) * step)
+    """Round up to a power of two, to TILE at least."""
+    return max(TILE, 1 << max(size - 1, 0).bit_length())
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from drafter_trainer import attention
 from drafter_trainer.attention import BlockLayout, Visibility, attend
+from tests.support.attention_oracles import attend_by_sdpa, attend_per_anchor, random_inputs
 from tests.support.dense_reference import dense_mask
 from tests.support.drafters import layouts
 
@@ -94,6 +95,31 @@ def test_rule_4_nothing_else_is_seen(
     expected = dense_mask(lengths, blocks, block_size=block_size, window=window, causal=causal)
     assert torch.equal(visible, expected)
     assert expected.any(1).all(), "a query without any key"
+
+
+@settings(max_examples=25)
+@given(layouts(), st.integers(1, 5), st.none() | st.integers(1, 12), st.booleans(), st.sampled_from([1, 8, 128]))
+def test_chunked_sdpa_and_per_anchor_agree_in_outputs_and_all_gradients(
+    drawn: tuple[tuple[int, ...], list[tuple[int, int]]],
+    block_size: int,
+    window: int | None,
+    causal: bool,
+    chunk_tokens: int,
+) -> None:  # cases 39, 40, 41
+    """Several documents in a row, any anchors, any window: three ways that share no line."""
+    layout, visibility = layout_of(*drawn, block_size), Visibility(window=window, causal=causal)
+    inputs = random_inputs(layout)
+    q, kc, vc, kb, vb = inputs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "CHUNK_TOKENS", chunk_tokens)
+        ours = attend(q, (kc, vc), (kb, vb), layout=layout, visibility=visibility)
+        upstream = torch.randn(ours.shape)
+        gradients = torch.autograd.grad(ours, inputs, upstream)
+    for oracle in (attend_by_sdpa, attend_per_anchor):
+        expected = oracle(inputs, layout, visibility)
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+        for a, b in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5 * max(1.0, float(b.abs().max())), rtol=1e-5)
 
 
 def test_gradients_are_exact_in_float64() -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter_trainer import attention_flex
 from drafter_trainer.attention import BlockLayout, Visibility, attend
 from drafter_trainer.attention_flex import TILE, _bucket, _build_mask, _tiles, attend_flex
 from tests.support.dense_reference import dense_mask
@@ -79,7 +80,35 @@ def test_layers_share_a_mask_and_other_layouts_do_not() -> None:
     assert first.memo is not second.memo
 
 
-def test_buckets_are_few_and_waste_little() -> None:
-    sizes = {_bucket(n) for n in range(1, 8193)}
-    assert all(n <= _bucket(n) <= max(n * 1.15 + TILE, TILE) and _bucket(n) % TILE == 0 for n in range(1, 8193))
-    assert len(sizes) <= 40
+def test_buckets_are_few() -> None:
+    sizes = [_bucket(n) for n in range(8193)]
+    assert all(n <= size < max(2 * n, TILE + 1) and size % TILE == 0 for n, size in enumerate(sizes))
+    assert sorted(set(sizes)) == [128, 256, 512, 1024, 2048, 4096, 8192]
+
+
+def test_nothing_is_compiled_again_for_other_documents_and_anchors_of_the_same_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dynamo's guards, with a backend that runs eagerly: they are what decides about compiling on CUDA too."""
+    torch.compiler.reset()
+    monkeypatch.setattr(attention_flex, "flex_attention", attention_flex._compiled(backend="eager"))
+
+    def run(layout: BlockLayout, visibility: Visibility) -> None:
+        queries, tokens = len(layout.position_A) * layout.block_size, sum(layout.lengths)
+        q, kc, vc, kb, vb = (torch.randn(n, 2, 16) for n in (queries, tokens, tokens, queries, queries))
+        flex = attend_flex(q, (kc, vc), (kb, vb), layout=layout, visibility=visibility)
+        chunked = attend(q, (kc, vc), (kb, vb), layout=layout, visibility=visibility)
+        torch.testing.assert_close(flex, chunked, atol=1e-5, rtol=1e-5)
+
+    kinds = Visibility(), Visibility(window=70, causal=True)
+    for visibility in kinds:
+        run(BlockLayout((150,), torch.tensor([0, 0]), torch.tensor([3, 140]), 4), visibility)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for anchors in ([5, 77, 201], [0], list(range(31))):
+            document = torch.tensor([0] * (len(anchors) - 1) + [1])
+            layout = BlockLayout((202, 50), document, torch.tensor([*anchors[:-1], min(anchors[-1], 49)]), 4)
+            for visibility in kinds:
+                run(layout, visibility)
+        with pytest.raises(torch._dynamo.exc.RecompileError):  # the watch does see compilations
+            run(BlockLayout((300,), torch.tensor([0]), torch.tensor([9]), 4), Visibility())
+    torch.compiler.reset()
