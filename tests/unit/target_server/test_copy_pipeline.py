@@ -69,6 +69,21 @@ def a_slot_that_is_released_twice() -> None:
     _must_refuse(lambda: pool.release(slot))
 
 
+def a_session_that_wants_every_slot() -> None:
+    pool, _ = _pool_with_a_used_slot()
+    assert pool.may_acquire(1, active_owner_count=2)
+    pool.acquire(1)
+    assert not pool.may_acquire(1, active_owner_count=2), "the last slot is another session's"
+    assert pool.may_acquire(2, active_owner_count=2)
+
+
+def a_session_in_the_place_of_one_whose_batch_still_runs() -> None:
+    pool, _ = _pool_with_a_used_slot()
+    pool.acquire(1)
+    pool.acquire(2)
+    assert not pool.may_acquire(3, active_owner_count=2), "there is no free slot"
+
+
 def a_batch_that_is_started_without_credit() -> None:
     from tests.unit.target_server.test_session_and_scheduler import Bench, ask  # noqa: PLC0415
 
@@ -181,11 +196,20 @@ MUTATIONS = (
         "return True",
     ),
     Mutation(
-        "a session takes more than the slots there are",
+        "a session takes the slot that is another's",
         buffers.SlotPool,
         "may_acquire",
         "return shared_in_use < shared and ",
         "return True or ",
+        a_session_that_wants_every_slot,
+    ),
+    Mutation(
+        "a slot is promised where none is free",
+        buffers.SlotPool,
+        "may_acquire",
+        "if not self._free:",
+        "if False:",
+        a_session_in_the_place_of_one_whose_batch_still_runs,
     ),
     Mutation(
         "a forward starts without credit",
