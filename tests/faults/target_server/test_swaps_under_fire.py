@@ -29,7 +29,7 @@ from tests.support.target_variants import Oracle, scaled, write_variant
 
 SOAK_RUNS = int(os.environ.get("SOAK", "0"))
 SEEDS = [1] if SOAK_RUNS == 0 else [time.time_ns() % 10**6 + index for index in range(SOAK_RUNS)]
-SWAPS = 8 if SOAK_RUNS == 0 else 20
+SWAPS = 5 if SOAK_RUNS == 0 else 20
 pytestmark = pytest.mark.timeout(900)
 
 TAP = 4

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from drafter_trainer.bottleneck import Bottleneck
 from drafter_trainer.errors import UserError
 from drafter_trainer.learner import check_ranks_agree
 from drafter_trainer.recorder import Recorder, RecorderSettings
@@ -56,7 +57,15 @@ def test_a_resumed_run_cuts_off_the_records_of_ranks_it_no_longer_has(tmp_path: 
         run_dir.consumed(rank).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 10)))
     learner: Any = SimpleNamespace(progress=Progress(step=5))
     ranks: Any = SimpleNamespace(rank=0, num_ranks=1, is_first=True)
-    settings = RecorderSettings(total_steps=9, log_every_steps=1, tensorboard=False, identity={}, facts={})
+    settings = RecorderSettings(
+        total_steps=9,
+        log_every_steps=1,
+        bottleneck_every_steps=100,
+        bottleneck=Bottleneck(replicas=1, ranks=1, batches_ahead=1),
+        tensorboard=False,
+        identity={},
+        facts={},
+    )
     with Recorder(run_dir, store=None, learner=learner, ranks=ranks, settings=settings):  # type: ignore[arg-type]
         steps = [
             [json.loads(line)["step"] for line in run_dir.consumed(rank).read_text().splitlines()] for rank in range(3)

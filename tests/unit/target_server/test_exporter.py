@@ -10,7 +10,7 @@ from target_wire.v1 import target_pb2 as pb
 from target_server.errors import UserError
 from target_server.exporter import exporting
 from target_server.metrics import BatchTimes, ReplicaMetrics
-from target_server.status import _table
+from target_server.status import _rows, _table
 from target_server.supervisor import ReplicaStatus
 
 COUNTS = {"sessions": 2, "queued": 3, "in_flight": 1, "slots_free": 4, "slots_filling": 1, "slots_sending": 1}
@@ -67,7 +67,7 @@ def test_no_address_means_no_endpoint_and_a_bad_one_is_refused() -> None:
 def test_watch_table_shows_rates() -> None:
     before = pb.DescribeTargetResponse(replicas=[pb.Replica(stats=pb.ReplicaStats(token_count=100))])
     now = pb.DescribeTargetResponse(replicas=[pb.Replica(stats=pb.ReplicaStats(token_count=350, forward_seconds=1.8))])
-    table = _table(before, now, 2.0)
+    table = _table(_rows(before, now, 2.0), now)
     cells = {column.header: list(column.cells) for column in table.columns}
     assert cells["tok/s"] == ["125"]
     assert cells["forward s/s"] == ["0.90"]
