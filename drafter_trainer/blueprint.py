@@ -225,6 +225,7 @@ def loop_settings(config: TrainerConfig, plan: Plan, ranks: Ranks) -> LoopSettin
         micro_batches_per_step=per_step,
         checkpoint_every_steps=config.run.checkpoint_every_steps,
         simulate_every_steps=config.evaluate.every_steps or config.run.log_every_steps,
+        sharded=config.run.parallel == "fsdp" and ranks.num_ranks > 1,
     )
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from drafter_trainer.sharded import cut_like
+
 __all__ = ["WeightAverage"]
 
 
@@ -33,13 +35,6 @@ class WeightAverage:
         self._decay = decay
         self._updates = 0
         self._average = {name: p.detach().float().clone() for name, p in module.named_parameters()}
-
-    @torch.no_grad()
-    def restart(self) -> None:
-        """Start again at the module's present weights."""
-        self._updates = 0
-        for name, parameter in self._module.named_parameters():
-            self._average[name].copy_(parameter)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -67,7 +62,7 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over a state made by `state_dict` of a module with the same parameters."""
         for name, average in self._average.items():
-            average.copy_(state[name])
+            average.copy_(cut_like(state[name], average))
         self._updates = int(state["updates"])
 
     def _assign(self, weights: dict[str, Tensor]) -> None:

@@ -148,11 +148,10 @@ def build_loop(
         stopwatch=learner.drafter.stopwatch,
     )
     engine = StepEngine(
-        learner.drafter,
+        learner.shared,
         optimizer=learner.optimizer,
         feed=feed,
         heads=heads,
-        ranks=machine.ranks,
         settings=step_settings(blueprint),
         average=learner.average,
         on_bad=dump_writer(blueprint, learner),

@@ -24,6 +24,7 @@ from drafter_trainer.guard import StepGuard
 from drafter_trainer.heads import HeadShelf
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import OptimSettings, build_optimizer
+from drafter_trainer.parallel import SharedDrafter
 from drafter_trainer.recorder import Learner
 from drafter_trainer.stopwatch import Stopwatch
 from drafter_trainer.target_layers import TargetLayersError, copy_target_layers
@@ -124,33 +125,38 @@ def build_learner(blueprint: Blueprint, heads: HeadShelf, saved: Checkpoint | No
     drafter = Drafter(blueprint.target.drafter_config)
     if saved is None:
         initialise(drafter, config, blueprint, heads)
+    else:
+        drafter.load_state_dict(saved.model)
     drafter.to(machine.device)
     drafter.recompute_layers = config.run.recompute_layers
     if config.run.profile_stats:
         drafter.stopwatch = Stopwatch(machine.device, inner=not config.run.compile_drafter)
     if config.run.compile_drafter:
         drafter.compile_parts()
+    shared = SharedDrafter(drafter, machine.ranks, shard=config.run.parallel == "fsdp")
     optimizer = build_optimizer(drafter, optim_settings(config, blueprint.loop.total_steps, device=machine.device))
     decay = config.optim.ema_decay
     average = WeightAverage(drafter, decay=decay) if decay is not None else None
     counters: dict[str, int] = {}
     progress = Progress()
     if saved is not None:
-        drafter.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.optimizer)
         if average is not None and saved.average is not None:
             average.load_state_dict(saved.average)
         counters = saved.counters
         progress = Progress(saved.step, saved.position, counters["tokens"])
-    machine.ranks.copy_from_first(drafter.state_dict().values())
-    if average is not None and (saved is None or saved.average is None):
-        average.restart()
     guard = StepGuard(
         max_in_a_row=config.optim.max_skipped_steps, spike_factor=config.optim.spike_factor, counters=counters
     )
     follower = build_follower(blueprint, saved)
     return Learner(
-        drafter=drafter, optimizer=optimizer, average=average, guard=guard, follower=follower, progress=progress
+        drafter=drafter,
+        shared=shared,
+        optimizer=optimizer,
+        average=average,
+        guard=guard,
+        follower=follower,
+        progress=progress,
     )
 
 

@@ -13,7 +13,7 @@ Shapes: T packed tokens, A anchors, K block, Q = A*K block tokens, R supervised 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ from drafter_trainer.vocabulary import VocabSampler, all_rows
 
 if TYPE_CHECKING:
     from drafter_trainer.anchors import Anchors
+    from drafter_trainer.drafter_config import DrafterConfig
     from drafter_trainer.head import TargetHead
-    from drafter_trainer.model import Drafter
+    from drafter_trainer.stopwatch import Stopwatch
     from drafter_trainer.types import MicroBatch, TrainBatch
 
 __all__ = [
@@ -38,6 +39,21 @@ __all__ = [
     "dpace_weights",
     "drafter_loss",
 ]
+
+
+class BlockModel(Protocol):
+    """A drafter, or whatever ranks call in its stead."""
+
+    @property
+    def config(self) -> DrafterConfig:
+        """The drafter's shape."""
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """What times its parts."""
+
+    def __call__(self, block_embeds: Tensor, context_TC: Tensor, *, layout: BlockLayout) -> Tensor:
+        """Run all blocks over their contexts, as `Drafter.forward` does."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +131,7 @@ class LossOutput:
 
 
 def drafter_loss(  # noqa: PLR0913 - what is learned from, and four independent settings
-    drafter: Drafter,
+    drafter: BlockModel,
     head: TargetHead,
     batch: TrainBatch,
     anchors: Anchors,
@@ -181,7 +197,7 @@ def drafter_loss(  # noqa: PLR0913 - what is learned from, and four independent 
     )
 
 
-def block_hidden(drafter: Drafter, head: TargetHead, batch: TrainBatch, anchors: Anchors) -> Tensor:
+def block_hidden(drafter: BlockModel, head: TargetHead, batch: TrainBatch, anchors: Anchors) -> Tensor:
     """Run the drafter on blocks of [anchor token, mask, mask, …]; returns its final hidden rows, [Q, E]."""
     config = drafter.config
     layout = BlockLayout.from_anchors(batch.micro.lengths, anchors, block_size=config.block_size)

@@ -105,8 +105,19 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_QE: Tensor, context_kv: KeyValue, *, layout: BlockLayout, rotary_Q: KeyValue) -> Tensor:
-        """Return the block rows after attention and MLP, [Q, E]."""
+    def forward(
+        self, x_QE: Tensor, fused_TE: Tensor, *, layout: BlockLayout, rotary_T: KeyValue, rotary_Q: KeyValue
+    ) -> Tensor:
+        """Return the block rows after attention to the fused context and MLP, [Q, E].
+
+        All of a training pass's work with this layer's weights happens in here: an engine that shards them gathers
+        them around this call.
+        """
+        context_kv = self.self_attn.key_value(fused_TE, rotary_T)
+        return self.over_keys(x_QE, context_kv, layout=layout, rotary_Q=rotary_Q)
+
+    def over_keys(self, x_QE: Tensor, context_kv: KeyValue, *, layout: BlockLayout, rotary_Q: KeyValue) -> Tensor:
+        """Return the same from the context's keys and values, which decoding caches."""
         x: Tensor = x_QE + self.self_attn(self.input_layernorm(x_QE), context_kv, layout=layout, rotary_Q=rotary_Q)
         y: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + y
@@ -194,7 +205,7 @@ class Drafter(nn.Module):
         x_QE = block_embeds.to(fused_TE.dtype)
         with self.stopwatch.inner_part("layers"):
             for layer in self.draft_layers():
-                run = partial(_run_layer, layer, layout=layout, rotary_T=rotary_T, rotary_Q=rotary_Q)
+                run = partial(layer, layout=layout, rotary_T=rotary_T, rotary_Q=rotary_Q)
                 if self.recompute_layers and torch.is_grad_enabled():
                     x_QE = checkpoint(run, x_QE, fused_TE, use_reentrant=False)
                 else:
@@ -242,17 +253,9 @@ class Drafter(nn.Module):
         rotary = self.rotary(layout.position_Q.to(block_embeds.device))
         x = block_embeds.to(self.fc.weight.dtype)
         for index, layer in enumerate(self.draft_layers()):
-            x = layer(x, cache.layer(index), layout=layout, rotary_Q=rotary)
+            x = layer.over_keys(x, cache.layer(index), layout=layout, rotary_Q=rotary)
         hidden: Tensor = self.norm(x)
         return hidden
-
-
-def _run_layer(
-    layer: Layer, x_QE: Tensor, fused_TE: Tensor, *, layout: BlockLayout, rotary_T: KeyValue, rotary_Q: KeyValue
-) -> Tensor:
-    context_kv = layer.self_attn.key_value(fused_TE, rotary_T)
-    out_QE: Tensor = layer(x_QE, context_kv, layout=layout, rotary_Q=rotary_Q)
-    return out_QE
 
 
 def _append(tensors: list[Tensor], index: int, rows: Tensor, length: int) -> None:

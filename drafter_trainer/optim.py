@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from drafter_trainer.sharded import cut_like
+
 __all__ = ["DrafterOptimizer", "OptimSettings", "StepResult", "build_optimizer", "schedule_factor"]
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
@@ -156,10 +158,19 @@ class DrafterOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state made by `state_dict` with the same parameters and settings."""
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict({**saved, "state": _cut_moments(optimizer, saved["state"])})
         self.step_count = int(state["step_count"])
         self.skipped_count = int(state["skipped_count"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
+
+
+def _cut_moments(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """This rank's part of whole moments, by the number that an optimizer gives a parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        number: {name: cut_like(value, parameters[number]) for name, value in moments.items()}
+        for number, moments in state.items()
+    }
 
 
 class Fp32Muon(torch.optim.Muon):

@@ -30,8 +30,9 @@ from drafter_trainer.metrics import (
 )
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import DrafterOptimizer
-from drafter_trainer.parallel import Ranks
+from drafter_trainer.parallel import Ranks, SharedDrafter
 from drafter_trainer.run_dir import RunDir
+from drafter_trainer.sharded import whole
 from drafter_trainer.trainer import Progress
 from drafter_trainer.types import MicroBatch, Version
 
@@ -45,6 +46,7 @@ class Learner:
     """What training changes."""
 
     drafter: Drafter
+    shared: SharedDrafter
     optimizer: DrafterOptimizer
     average: WeightAverage | None
     """Of the drafter's weights, where one is wanted."""
@@ -133,9 +135,10 @@ class Recorder:
             logger.info("%s", bottleneck.line())
 
     def checkpoint(self, progress: Progress) -> None:
-        """Saves on the first rank, which returns once the checkpoint is on the disk."""
+        """Saves; all ranks call it, and the first one returns once the checkpoint is on the disk."""
+        state = self._state(progress)
         if self._ranks.is_first:
-            self._store.save(self._state(progress))
+            self._store.save(state)
 
     def summarise(self, progress: Progress, *, finished: bool) -> None:
         """Writes summary.json."""
@@ -176,10 +179,14 @@ class Recorder:
             identity={**self._settings.identity, "target.digest": learner.follower.current.digest},
             facts=self._facts(),
             counters={"tokens": progress.tokens, **learner.guard.counters},
-            model=dict(learner.drafter.state_dict()),
-            optimizer=learner.optimizer.state_dict(),
-            average=learner.average.state_dict() if learner.average is not None else None,
+            model=self._whole(dict(learner.drafter.state_dict())),
+            optimizer=self._whole(learner.optimizer.state_dict()),
+            average=self._whole(learner.average.state_dict()) if learner.average is not None else None,
         )
+
+    def _whole(self, values: dict[str, Any]) -> dict[str, Any]:
+        gathered: dict[str, Any] = whole(values, keep=self._ranks.is_first)
+        return gathered
 
     def _build_sinks(self, done_steps: int) -> Iterator[MetricsSink]:
         total_steps = self._settings.total_steps

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from drafter_trainer.anchors import Anchors, draw_anchors
 from drafter_trainer.ema import WeightAverage
@@ -28,7 +25,7 @@ from drafter_trainer.head import TargetHead
 from drafter_trainer.loss import BlockTargets, Distillation, LossOutput, build_block_targets, drafter_loss
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import DrafterOptimizer
-from drafter_trainer.parallel import Ranks
+from drafter_trainer.parallel import SharedDrafter
 from drafter_trainer.tally import BadKind, Culprit, StepSums
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 from drafter_trainer.vocabulary import VocabSampler
@@ -131,11 +128,10 @@ class StepEngine:
     """One optimizer step. Used by one thread; every rank calls ``step`` equally often.
 
     Args:
-        drafter: The drafter, on its device.
+        shared: The drafter, on its device, as the ranks share it.
         optimizer: Of its parameters.
         feed: This rank's batches.
         heads: The target's frozen ends.
-        ranks: Whom to agree with.
         settings: The arithmetic's settings.
         average: Follows the weights after each step that was made; acceptance is simulated with it.
         on_bad: Told of a micro-batch that made something not finite, before the next one is taken.
@@ -143,24 +139,24 @@ class StepEngine:
             again from batches that are asked for anew. May raise to end the run.
     """
 
-    def __init__(  # noqa: PLR0913 - what a step is made of, and two callers that it tells or asks
+    def __init__(
         self,
-        drafter: Drafter,
+        shared: SharedDrafter,
         *,
         optimizer: DrafterOptimizer,
         feed: Feed,
         heads: Heads,
-        ranks: Ranks,
         settings: StepSettings,
         average: WeightAverage | None = None,
         on_bad: Callable[[BadBatch], None] = lambda bad: None,
         may_train: Callable[[Mapping[Version, int]], bool] = lambda counts: True,
     ) -> None:
-        self.drafter = drafter
+        self.drafter = shared.drafter
+        self.shared = shared
         self.optimizer = optimizer
         self._feed = feed
         self._heads = heads
-        self._ranks = ranks
+        self._ranks = shared.ranks
         self._settings = settings
         self._average = average
         self._on_bad = on_bad
@@ -172,16 +168,17 @@ class StepEngine:
         Args:
             step: Number of the step; with the seed it decides all randomness.
             micros: May be empty in a partial last step.
-            simulate: Whether to simulate acceptance on the first batch.
+            simulate: Whether the first rank is to simulate acceptance on its first batch; the same on all ranks.
 
         Raises:
             TargetChangedError: The target changes faster than a step can be made.
         """
         prepared = [self._prepare(micro) for micro in micros]
-        weight_sum = self._ranks.sum(sum(item.targets.weight_sum for item in prepared))
+        agreed = self._ranks.gather([sum(item.targets.weight_sum for item in prepared), len(prepared)])
+        weight_sum, passes = sum(row[0] for row in agreed), max(int(row[1]) for row in agreed)
         for _ in range(MAX_MADE_AGAIN):
             torch.manual_seed(step_seed(self._settings.seed, step))
-            mine = self._accumulate(step, prepared, weight_sum, simulate=simulate)
+            mine = self._accumulate(step, prepared, weight_sum, passes=passes, simulate=simulate)
             row = mine.sums.row(version_entries=self._settings.accumulation)
             total = StepSums.over_ranks(self._ranks.gather(row), self._settings.block_size)
             if self._may_train(total.versions):
@@ -194,31 +191,34 @@ class StepEngine:
         )
 
     def _accumulate(
-        self, step: int, prepared: Sequence[PreparedMicroBatch], weight_sum: float, *, simulate: bool
+        self, step: int, prepared: Sequence[PreparedMicroBatch], weight_sum: float, *, passes: int, simulate: bool
     ) -> _Pass:
-        """Forward and backward of this rank's micro-batches, each with its own version's head."""
+        """Forward and backward of this rank's micro-batches, each with its own version's head; sums gradients."""
         sums = StepSums(block_size=self._settings.block_size)
         accept_len = None
         versions: list[Version] = []
         culprits: list[Culprit] = []
+        simulated = self._simulated_drafter() if simulate and passes else None
         for number, item in enumerate(prepared):
-            with self._feed.next_batch() as fed:
+            with self._feed.next_batch() as fed, self.shared.accumulating(last=number == passes - 1):
                 versions.append(fed.batch.target_version)
-                if simulate and number == 0 and fed.finite:
-                    accept_len = self._simulate(fed)
+                if simulated is not None and number == 0 and fed.finite:
+                    accept_len = self._simulate(simulated, fed)
                 output = self._forward_backward(fed, item, weight_sum)
-                kind = sums.add(fed, output, self._gradient_size())
+                kind = sums.add(fed, output, self.shared.gradient_size())
                 if kind is not None:
                     bad = self._describe(step, fed, item, output, weight_sum, kind)
                     culprits.append(bad.culprit)
                     self._on_bad(bad)
+        for number in range(len(prepared), passes):  # other ranks have more: a partial last step
+            with self.shared.accumulating(last=number == passes - 1):
+                self.shared.idle_pass()
         sums.wait_s = self._feed.take_wait_s()
         sums.asked_again = self._feed.take_asked_again()
         return _Pass(sums, accept_len, tuple(versions), tuple(culprits))
 
     def _finish(self, mine: _Pass, total: StepSums, weight_sum: float) -> StepOutcome:
-        """Sums the gradients of all ranks and updates, or leaves the step out."""
-        self._ranks.sum_gradients(p for p in self.drafter.parameters() if p.requires_grad)
+        """Updates, or leaves the step out."""
         outcome = dataclasses.replace(
             self._update(total, weight_sum, mine.accept_len),
             versions=mine.versions,
@@ -236,7 +236,7 @@ class StepEngine:
     def _forward_backward(self, fed: FedBatch, item: PreparedMicroBatch, weight_sum: float) -> LossOutput:
         with self._autocast():
             output = drafter_loss(
-                self.drafter,
+                self.shared,
                 self._heads.head(fed.batch.target_version),
                 fed.batch,
                 item.anchors,
@@ -250,14 +250,6 @@ class StepEngine:
             scale = max(weight_sum, torch.finfo(torch.float32).tiny)
             (output.loss_sum / scale).backward()  # type: ignore[no-untyped-call]
         return output
-
-    def _gradient_size(self) -> Tensor:
-        """A scalar that is finite when all gradients are; of sharded ones this rank's part. Doesn't wait."""
-        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        if not local:
-            return torch.zeros(())
-        return torch.stack(torch._foreach_norm(local, math.inf)).amax()
 
     def _describe(
         self,
@@ -310,11 +302,16 @@ class StepEngine:
             accept_len=accept_len,
         )
 
-    def _simulate(self, fed: FedBatch) -> float | None:
+    def _simulated_drafter(self) -> Drafter | None:
+        """The drafter to simulate with, on the first rank; all ranks take part."""
+        with self._averaged():
+            return self.shared.whole_drafter()
+
+    def _simulate(self, drafter: Drafter, fed: FedBatch) -> float | None:
         """Simulated acceptance length on the head of a batch; None when it holds no answer."""
         head = self._heads.head(fed.batch.target_version)
         with self._autocast(), self._averaged():
-            acceptance = simulate_acceptance(self.drafter, head, simulated_part(fed.batch))
+            acceptance = simulate_acceptance(drafter, head, simulated_part(fed.batch))
         return acceptance.micro if acceptance.rounds else None
 
     def _averaged(self) -> contextlib.AbstractContextManager[object]:

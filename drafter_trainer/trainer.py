@@ -58,6 +58,8 @@ class LoopSettings:
     """Over all ranks."""
     checkpoint_every_steps: int
     simulate_every_steps: int
+    sharded: bool = False
+    """Whether a checkpoint needs all ranks."""
 
 
 class TrainLoop:
@@ -95,12 +97,14 @@ class TrainLoop:
     def run(self, progress: Progress, *, should_stop: Callable[[], bool]) -> bool:
         """Trains from ``progress`` to the end, or until some rank should stop; checkpoints either way.
 
-        An error on the way is raised after a checkpoint of the last whole step, when there is one to save.
+        An error on the way is raised after a checkpoint of the last whole step, when there is one to save and this rank
+        can save it alone.
 
         Returns:
             Whether the run is finished.
         """
         saved_step = progress.step
+        together = False
         try:
             while progress.step < self._settings.total_steps:
                 self._step(progress)
@@ -109,11 +113,13 @@ class TrainLoop:
                     saved_step = progress.step
                 if self._ranks.sum(float(should_stop())) > 0:
                     break
+            together = True
         except StopRequestedError as stop:
             logger.warning("%s: the step after %d is given up", stop, progress.step)
         finally:
             # Weights only change in the last act of a step, so they are those of `progress` whatever was raised.
-            if progress.step != saved_step:
+            # Sharded ones are saved by all ranks together, and after an error there's no knowing where the others are.
+            if progress.step != saved_step and (together or not self._settings.sharded):
                 self._watcher.checkpoint(progress)
         return progress.step >= self._settings.total_steps
 
@@ -132,7 +138,7 @@ class TrainLoop:
         self._watcher.step_done(progress, list(zip(micros, outcome.versions, strict=True)), metrics)
 
     def _simulates(self, step: int) -> bool:
-        return self._ranks.is_first and (step == 1 or step % self._settings.simulate_every_steps == 0)
+        return step == 1 or step % self._settings.simulate_every_steps == 0
 
     def _judge(self, outcome: StepOutcome, step: int, positions: range) -> None:
         if outcome.bad:

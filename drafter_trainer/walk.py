@@ -141,7 +141,7 @@ def _draft(
     block_ids_SK[:, 0] = anchor_ids
     x_QE = head.embed(block_ids_SK.flatten().to(head.device)).to(drafter.fc.weight.dtype)
     rotary = drafter.rotary(layout.position_Q.to(x_QE.device))
-    for layer, context_kv in zip(drafter.layers, context, strict=True):
-        x_QE = layer(x_QE, context_kv, layout=layout, rotary_Q=rotary)
+    for layer, context_kv in zip(drafter.draft_layers(), context, strict=True):
+        x_QE = layer.over_keys(x_QE, context_kv, layout=layout, rotary_Q=rotary)
     hidden_SKE = drafter.norm(x_QE).unflatten(0, (len(anchor_ids), -1))[:, 1:]
     return torch.stack([head.logits(rows).float().argmax(-1) for rows in hidden_SKE]).cpu()

@@ -262,6 +262,9 @@ class RunSection(Section):
     """Compute type of the drafter; masters are always fp32. auto: bf16 where the hardware multiplies it fast."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; by default its own choice."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several ranks hold the drafter. ddp: each has all of it. fsdp: weights, gradients and moments are spread over
+    them, for a drafter that doesn't fit; its layers are gathered for every pass. Checkpoints are the same."""
     recompute_layers: bool = False
     """Run each drafter layer again in the backward pass instead of keeping what is in it: less memory, a third more
     time."""

@@ -14,7 +14,7 @@ from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.feed import FedBatch
 from drafter_trainer.head import TargetHead
 from drafter_trainer.optim import OptimSettings, build_optimizer
-from drafter_trainer.parallel import Ranks
+from drafter_trainer.parallel import Ranks, SharedDrafter
 from drafter_trainer.step import BadBatch, StepEngine, StepOutcome, StepSettings
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 from tests.support.drafters import random_drafter, random_head, random_micro, tiny_config
@@ -90,11 +90,10 @@ def run_step(
         else engine.optimizer
     )
     engine = StepEngine(
-        drafter,
+        SharedDrafter(drafter, ranks or Ranks()) if engine is None else engine.shared,
         optimizer=optimizer,
         feed=Batches(batches),  # type: ignore[arg-type]
         heads=OneHead(),
-        ranks=ranks or Ranks(),
         settings=settings,
         on_bad=on_bad,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from tests.support.training_world import HIDDEN_SIZE, Server, TrainingWorld, fin
 pytestmark = pytest.mark.timeout(300)
 
 # What depends on anchors and on what was consumed.
-ANCHORED = ("tokens", "position", "epoch", "acc_at", "prefix_len", "skipped")
+ANCHORED = ("tokens", "position", "epoch", "acc_at", "prefix_len", "skipped", "accept_len")
+# How many ranks, and how they hold the drafter.
+PARALLEL = {1: "ddp", 2: "fsdp", 3: "ddp"}
 
 
 def test_one_two_and_three_ranks_train_the_same(
@@ -35,9 +39,9 @@ def test_one_two_and_three_ranks_train_the_same(
         "target__window_bytes": 160 * 2 * HIDDEN_SIZE * 4,
     }
     ends = {}
-    for num_ranks in (1, 2, 3):
+    for num_ranks, parallel in PARALLEL.items():
         run_dir = tmp_path / f"ranks-{num_ranks}"
-        changes["batch__accumulation"] = 6 // num_ranks
+        changes |= {"batch__accumulation": 6 // num_ranks, "run__parallel": parallel}
         flags = training_world.flags(training_server.address, run_dir, **changes)
         environments = torchrun_environments(num_ranks) if num_ranks > 1 else [{}]
         runs = [trainers.start(flags, environment=environment) for environment in environments]
@@ -53,9 +57,21 @@ def test_one_two_and_three_ranks_train_the_same(
             assert mine["loss"] == (one["loss"] and pytest.approx(one["loss"], rel=1e-6))
             # Equal anchors: the same slots were supervised, and guessed alike.
             assert [mine[name] for name in ANCHORED] == [one[name] for name in ANCHORED]
-        expected = final_state(ends[1])["model"]
-        for name, tensor in final_state(ends[num_ranks])["model"].items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+        ours, expected = final_state(ends[num_ranks]), final_state(ends[1])
+        for part in ("model", "moments"):
+            assert ours[part].keys() == expected[part].keys()
+            for name, tensor in ours[part].items():
+                torch.testing.assert_close(tensor, expected[part][name], rtol=1e-4, atol=1e-6)
+
+
+def test_torchrun_starts_three_ranks(training_world: TrainingWorld, training_server: Server, tmp_path: Path) -> None:
+    """The command of docs/running.md, with torchrun's own rendezvous."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    flags = training_world.flags(training_server.address, tmp_path / "run", run__steps=2)
+    command = [*torchrun, "-m", "drafter_trainer", "train", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert [len(step) for step in consumed_by_step(tmp_path / "run", 3)] == [3, 3]
 
 
 def torchrun_environments(num_ranks: int) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from drafter_trainer.errors import TargetChangedError
 from drafter_trainer.feed import FedBatch
 from drafter_trainer.head import TargetHead
 from drafter_trainer.optim import OptimSettings, build_optimizer
-from drafter_trainer.parallel import Ranks
+from drafter_trainer.parallel import Ranks, SharedDrafter
 from drafter_trainer.step import StepEngine
 from drafter_trainer.types import Version
 from tests.support.drafters import random_drafter, random_head
@@ -52,8 +52,13 @@ def engine_over(feed: Batches, **options: Any) -> StepEngine:
     drafter = random_drafter(CONFIG)
     optimizer = build_optimizer(drafter, OptimSettings(lr=1e-3, total_steps=10, max_grad_norm=None))
     return StepEngine(
-        drafter, optimizer=optimizer, feed=feed, heads=HeadByVersion(), ranks=Ranks(), settings=SETTINGS, **options
-    )  # type: ignore[arg-type]
+        SharedDrafter(drafter, Ranks()),
+        optimizer=optimizer,
+        feed=feed,  # type: ignore[arg-type]
+        heads=HeadByVersion(),
+        settings=SETTINGS,
+        **options,
+    )
 
 
 def test_each_batch_of_a_step_is_trained_with_its_own_versions_head() -> None:  # I3, case 107
