@@ -48,7 +48,8 @@ def channel_options() -> list[tuple[str, int]]:
         ("grpc.use_local_subchannel_pool", 1),
         # The default backs off to two minutes: a trainer that waits for its server should notice it at once.
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 1_000),
+        # In spite of its name: how long one attempt to connect may take. A loaded host needs more than a second.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # Server and trainer are on one host or one network; a proxy from the environment is never meant for them.
         ("grpc.enable_http_proxy", 0),
