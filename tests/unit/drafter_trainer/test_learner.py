@@ -24,12 +24,12 @@ class OtherRank:
         self.theirs = theirs
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        mine = dict(zip(("steps", "settings"), values, strict=True))
+        mine = self.mine = dict(zip(("steps", "settings"), values, strict=True))
         return [list(mine.values()), list({**mine, **self.theirs}.values())]
 
 
-def blueprint(ranks: OtherRank) -> Any:
-    config = SimpleNamespace(run=SimpleNamespace(dir=Path("runs/a")))
+def blueprint(ranks: OtherRank, *, parallel: str = "ddp") -> Any:
+    config = SimpleNamespace(run=SimpleNamespace(dir=Path("runs/a"), parallel=parallel))
     identity = {"run.seed": 1, "taps": (0, 2), "target.digest": "d"}
     return SimpleNamespace(config=config, identity=identity, machine=SimpleNamespace(ranks=ranks))
 
@@ -48,6 +48,15 @@ def test_ranks_that_share_no_run_directory_are_refused() -> None:
 def test_ranks_with_other_settings_are_refused() -> None:
     with pytest.raises(UserError, match=r"rank 1: its settings or data: .*start all alike"):
         check_ranks_agree(blueprint(OtherRank(settings=1.0)), None)
+
+
+def test_ranks_that_share_the_drafter_otherwise_are_refused() -> None:
+    """They would wait for each other in different collectives."""
+    replicated = OtherRank()
+    check_ranks_agree(blueprint(replicated), None)
+    sharded = OtherRank(settings=replicated.mine["settings"])
+    with pytest.raises(UserError, match=r"rank 1: its settings or data: .*start all alike"):
+        check_ranks_agree(blueprint(sharded, parallel="fsdp"), None)
 
 
 def test_a_resumed_run_cuts_off_the_records_of_ranks_it_no_longer_has(tmp_path: Path) -> None:  # I1
