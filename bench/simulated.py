@@ -139,7 +139,7 @@ class _NoHeads:
     """Nobody asks a simulation for its head."""
 
     def open(self, wanted: target_pb2.TargetVersion) -> Head:
-        raise NotImplementedError
+        raise RuntimeError("a simulated target has no head; the bench's ranks never fetch one")
 
 
 def _front_handler(description: target_pb2.DescribeTargetResponse) -> grpc.GenericRpcHandler:

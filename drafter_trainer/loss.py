@@ -181,11 +181,7 @@ def drafter_loss(  # noqa: PLR0913 - what is learned from, and four independent 
         if dpace_alpha is not None:
             weight_AK = weight_AK * dpace_weights(loss_AK, valid_AK, alpha=dpace_alpha)
         if distillation is not None:
-            assert batch.last_TD is not None, "the target was not asked for its last block"
-            target_RE = head.normed(batch.last_TD[before_R.to(batch.last_TD.device)].to(device))
-            divergence_R, _ = linear_distillation(
-                hidden_RE, target_RE, all_rows(head), divergence=distillation.divergence, chunk_rows=chunk_rows
-            )
+            divergence_R = _divergence(hidden_RE, before_R, head, batch, distillation, chunk_rows=chunk_rows)
             loss_R = (1 - distillation.weight) * loss_R + distillation.weight * divergence_R
         loss_sum = (loss_R * weight_AK.flatten()[row_R]).sum()
     return LossOutput(
@@ -195,6 +191,24 @@ def drafter_loss(  # noqa: PLR0913 - what is learned from, and four independent 
         correct_AK=_by_slot(correct_R, row_R, valid_AK),
         valid_AK=valid_AK,
     )
+
+
+def _divergence(
+    hidden_RE: Tensor,
+    before_R: Tensor,
+    head: TargetHead,
+    batch: TrainBatch,
+    distillation: Distillation,
+    *,
+    chunk_rows: int,
+) -> Tensor:
+    """Divergence of each row from the target's own distribution at its row `before_R`, fp32 [R]."""
+    assert batch.last_TD is not None, "the target was not asked for its last block"
+    target_RE = head.normed(batch.last_TD[before_R.to(batch.last_TD.device)].to(hidden_RE.device))
+    divergence_R, _ = linear_distillation(
+        hidden_RE, target_RE, all_rows(head), divergence=distillation.divergence, chunk_rows=chunk_rows
+    )
+    return divergence_R
 
 
 def block_hidden(drafter: BlockModel, head: TargetHead, batch: TrainBatch, anchors: Anchors) -> Tensor:
