@@ -101,7 +101,7 @@ def run_demo(recipe: Recipe, options: Options) -> Outcome:
     _export(demo)
     evaluations = _evaluate(demo)
     minutes = _since(started) / 60
-    return build_outcome(evaluations, metrics, main_dtype=machine.dtype, minutes=minutes, train_minutes=train_minutes)
+    return build_outcome(evaluations, metrics, train_dtype=machine.dtype, minutes=minutes, train_minutes=train_minutes)
 
 
 def _make_run_dir(run_dir: Path) -> None:
@@ -210,7 +210,7 @@ def _export(demo: _Demo) -> None:
 
 def _evaluate(demo: _Demo) -> dict[str, Mapping[str, Any]]:
     """Decodes the held-out prompts in both element types: at the same time if each needs one core, else in turn."""
-    amounts = demo.recipe.evaluations(demo.machine.dtype)
+    amounts = demo.recipe.evaluations
     at_once = demo.recipe.threads == 1 and demo.machine.cores > 1
     with ExitStack() as running:
         programs = []

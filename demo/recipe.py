@@ -52,12 +52,10 @@ class Recipe:
     """For people."""
     prepare: Callable[[Path, Say], Prepared]
     """(cache directory, line printer) -> the files; makes what is missing."""
-    main_evaluation: Evaluation
-    """In the element type that the machine is faster in: acceptance and speed are of this one."""
-    fp32_evaluation: Evaluation
-    """In fp32 where bf16 is faster: whether every output is plain greedy decoding's."""
     bf16_evaluation: Evaluation
-    """In bf16 where fp32 is faster: few prompts, as cores without bf16 instructions read a prompt ten times slower."""
+    """In bf16, as models are served: acceptance, ties and speed are of this one."""
+    fp32_evaluation: Evaluation
+    """In fp32: whether every output is plain greedy decoding's."""
     threads: int | None
     """Threads of each program; None: one a core. Server and trainer take turns in waiting, so each can use all."""
     conversations_per_step: float | None
@@ -74,10 +72,10 @@ class Recipe:
     reserved_s: float
     """What starting the programs, loading models three times and exporting take, in seconds."""
 
-    def evaluations(self, main_dtype: str) -> dict[str, Evaluation]:
-        """By element type, the main one first."""
-        other = {"fp32": ("bf16", self.bf16_evaluation), "bf16": ("fp32", self.fp32_evaluation)}[main_dtype]
-        return dict([(main_dtype, self.main_evaluation), other])
+    @property
+    def evaluations(self) -> dict[str, Evaluation]:
+        """By element type."""
+        return {"bf16": self.bf16_evaluation, "fp32": self.fp32_evaluation}
 
     @property
     def server_config(self) -> Path:
@@ -96,16 +94,15 @@ def smollm2_recipe(num_prompts: int) -> Recipe:
         name="smollm2",
         title="SmolLM2-135M-Instruct, 770 conversations with its own answers",
         prepare=_prepare_smollm2,
-        main_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=7),
-        fp32_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
-        bf16_evaluation=Evaluation(min(num_prompts, 7), max_new_tokens=16, speed_prompts=7),
+        bf16_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=14),
+        fp32_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=7),
         threads=None,
         conversations_per_step=0.45,
         default_steps=None,
         step_gflop=54.0,
         step_overhead_s=0.05,
         evaluation_gflop=1_000.0,
-        reserved_s=285.0,
+        reserved_s=340.0,
     )
 
 
@@ -115,9 +112,8 @@ def tiny_recipe(num_prompts: int) -> Recipe:
         name="tiny",
         title="a tiny target that can count",
         prepare=_prepare_tiny,
-        main_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=8),
+        bf16_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=8),
         fp32_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
-        bf16_evaluation=Evaluation(num_prompts, max_new_tokens=24, speed_prompts=0),
         threads=1,  # products this small are not worth waking a second thread for
         conversations_per_step=None,
         default_steps=120,

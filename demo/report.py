@@ -1,7 +1,7 @@
 """From evaluations and training metrics to the table and the last line.
 
-Owns the names in the last line, which tools rely on, and which evaluation each figure is taken from: acceptance and
-speed from the one in the machine's faster element type, `identical` from the fp32 one, `ties` from the bf16 one.
+Owns the names in the last line, which tools rely on, and which evaluation each figure is taken from: acceptance,
+speed and `ties` from the one in bf16, as models are served, `identical` from the fp32 one.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ class Outcome:
     """The last line, in its order."""
 
     accept_len: float
-    """Tokens emitted by verification rounds ÷ rounds, over all prompts (micro), in `dtype`."""
+    """Tokens emitted by verification rounds ÷ rounds, over all prompts (micro), in bf16."""
     accept_len_macro: float
     """Mean of the prompts' own ratios."""
     accept_len_simulated: float
     """The same answers walked without running the target."""
     prompts: int
-    """Held-out prompts decoded in `dtype`."""
+    """Held-out prompts decoded in bf16."""
     identical: int
     """Prompts whose fp32 output equals plain greedy decoding's, of `prompts_fp32`."""
     ties: int
-    """Prompts whose bf16 output first differs from plain greedy decoding's at a tie, of `prompts_bf16`."""
+    """Prompts whose bf16 output first differs from plain greedy decoding's at a tie, of `prompts`."""
     tok_s_plain: float
-    """Tokens a second of plain greedy decoding, in `dtype`."""
+    """Tokens a second of plain greedy decoding, in bf16."""
     tok_s_speculative: float
-    """Tokens a second with the drafter, in `dtype`."""
+    """Tokens a second with the drafter, in bf16."""
     tokens_trained: int
     """Tokens whose features were trained on, repetitions counted."""
     steps: int
     """Optimizer steps."""
     minutes: float
     """From start to the end of evaluation, downloads included."""
-    dtype: str
-    """Element type of training and of the main evaluation: the faster one here."""
+    train_dtype: str
+    """Element type of training: the one that this machine multiplies faster."""
     prompts_fp32: int
     """Prompts decoded in fp32."""
-    prompts_bf16: int
-    """Prompts decoded in bf16."""
-    tok_s_plain_bf16: float | None
-    """As `tok_s_plain`, in bf16; None where it was not timed."""
-    tok_s_speculative_bf16: float | None
-    """As `tok_s_speculative`, in bf16."""
+    accept_len_fp32: float
+    """As `accept_len`, in fp32."""
+    tok_s_plain_fp32: float | None
+    """As `tok_s_plain`, in fp32; None where it was not timed."""
+    tok_s_speculative_fp32: float | None
+    """As `tok_s_speculative`, in fp32."""
     errors: int
     """Outputs that differ from plain decoding's where there is no tie; anything but 0 is a fault."""
     train_minutes: float
@@ -70,7 +70,7 @@ def build_outcome(
     evaluations: Mapping[str, Mapping[str, Any]],
     metrics: Sequence[Mapping[str, Any]],
     *,
-    main_dtype: str,
+    train_dtype: str,
     minutes: float,
     train_minutes: float,
 ) -> Outcome:
@@ -79,29 +79,29 @@ def build_outcome(
     Args:
         evaluations: What `drafter-trainer evaluate --json` printed, by element type: "fp32" and "bf16".
         metrics: One object a training step, at least one.
-        main_dtype: The element type whose acceptance and speed count.
+        train_dtype: The element type of training.
         minutes: Time of everything.
         train_minutes: Time of training.
     """
-    main, fp32, bf16 = evaluations[main_dtype], evaluations["fp32"], evaluations["bf16"]
+    fp32, bf16 = evaluations["fp32"], evaluations["bf16"]
     tokens = sum(row["tokens"] for row in metrics)
     return Outcome(
-        accept_len=main["accept_len"],
-        accept_len_macro=main["accept_len_macro"],
-        accept_len_simulated=main["accept_len_simulated"],
-        prompts=main["prompts"],
+        accept_len=bf16["accept_len"],
+        accept_len_macro=bf16["accept_len_macro"],
+        accept_len_simulated=bf16["accept_len_simulated"],
+        prompts=bf16["prompts"],
         identical=fp32["identical"],
         ties=bf16["ties"],
-        tok_s_plain=main["tok_s_plain"],
-        tok_s_speculative=main["tok_s_speculative"],
+        tok_s_plain=bf16["tok_s_plain"],
+        tok_s_speculative=bf16["tok_s_speculative"],
         tokens_trained=tokens,
         steps=metrics[-1]["step"],
         minutes=minutes,
-        dtype=main_dtype,
+        train_dtype=train_dtype,
         prompts_fp32=fp32["prompts"],
-        prompts_bf16=bf16["prompts"],
-        tok_s_plain_bf16=bf16["tok_s_plain"],
-        tok_s_speculative_bf16=bf16["tok_s_speculative"],
+        accept_len_fp32=fp32["accept_len"],
+        tok_s_plain_fp32=fp32["tok_s_plain"],
+        tok_s_speculative_fp32=fp32["tok_s_speculative"],
         errors=sum(evaluation["mismatches"] for evaluation in evaluations.values()),
         train_minutes=train_minutes,
         tok_s_trained=tokens / max(1e-9, sum(row["step_s"] for row in metrics)),
@@ -113,15 +113,16 @@ def print_table(outcome: Outcome, *, title: str) -> None:
     table = Table(title=title, show_header=False, title_justify="left", min_width=len(title) + 4)
     table.add_column("what", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
-    speedup = outcome.tok_s_speculative / outcome.tok_s_plain if outcome.tok_s_plain else float("nan")
     rows = {
-        f"acceptance length, {outcome.prompts} held-out prompts, {outcome.dtype}": f"{outcome.accept_len:.2f} tokens",
+        f"acceptance length, {outcome.prompts} held-out prompts, bf16": f"{outcome.accept_len:.2f} tokens",
         "  mean of the prompts' own": f"{outcome.accept_len_macro:.2f} tokens",
         "  simulated": f"{outcome.accept_len_simulated:.2f} tokens",
-        "plain greedy decoding": f"{outcome.tok_s_plain:.1f} tok/s",
-        "with the drafter": f"{outcome.tok_s_speculative:.1f} tok/s ({speedup:.2f} x)",
+        "plain greedy decoding, bf16": _speed(outcome.tok_s_plain),
+        "with the drafter, bf16": _speed(outcome.tok_s_speculative, outcome.tok_s_plain),
+        "plain greedy decoding, fp32": _speed(outcome.tok_s_plain_fp32),
+        "with the drafter, fp32": _speed(outcome.tok_s_speculative_fp32, outcome.tok_s_plain_fp32),
         "outputs equal in fp32": f"{outcome.identical} of {outcome.prompts_fp32}",
-        "outputs that differ in bf16, at a tie": f"{outcome.ties} of {outcome.prompts_bf16}",
+        "outputs that differ in bf16, at a tie": f"{outcome.ties} of {outcome.prompts}",
         "outputs that differ without a tie": str(outcome.errors),
         "trained": f"{outcome.steps} steps, {outcome.tokens_trained:,} tokens, {outcome.tok_s_trained:,.0f} tok/s",
         "time": f"{outcome.minutes:.1f} minutes, {outcome.train_minutes:.1f} of them training",
@@ -130,3 +131,9 @@ def print_table(outcome: Outcome, *, title: str) -> None:
         table.add_row(what, value)
     # Wide enough for the table wherever it goes: a file has no width.
     Console(highlight=False, width=_TABLE_WIDTH).print(table)
+
+
+def _speed(tok_s: float | None, plain_tok_s: float | None = None) -> str:
+    if tok_s is None:
+        return "not timed"
+    return f"{tok_s:.1f} tok/s" + (f" ({tok_s / plain_tok_s:.2f} x)" if plain_tok_s else "")

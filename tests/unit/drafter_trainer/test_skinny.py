@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drafter_trainer.skinny import MANY_ROWS, NATIVE, LinearForms, SkinnyLinear, forms_for
+from drafter_trainer.linear_forms import NATIVE, forms_for, packs_half
+from drafter_trainer.skinny import MANY_ROWS, LinearForms, SkinnyLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
+needs_packing = pytest.mark.skipif(not packs_half(), reason="this CPU or torch build has no FBGEMM")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -22,12 +24,13 @@ def test_every_form_equals_the_native_product(dtype: torch.dtype, rows: int, bia
     one_rounding = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-4, "rtol": 2**-8}
     names = set()
     for form in forms_for(dtype, rows):
-        output = form.run(x, weight.float() if form.float32_weight else weight, b)
+        output = form.run(x, weight if form.prepare is None else form.prepare(weight), b)
         assert output.dtype == dtype
         assert output.is_contiguous()
         torch.testing.assert_close(output.double(), exact, **one_rounding)
         names.add(form.name)
     assert "transposed" in names
+    assert ("packed-half" in names) == (packs_half() and dtype != torch.float32)
     assert ("padded" in names) == (rows in (3, 7))
 
 
@@ -36,7 +39,36 @@ def _chosen(weight: torch.Tensor, rows: int, name: str) -> LinearForms:
     return LinearForms({(*weight.shape, weight.dtype, rows): form})
 
 
-@pytest.mark.parametrize("name", ["native", "transposed", "padded", "upcast", "upcast-transposed", "upcast-padded"])
+@needs_packing
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e6, 1e30])
+def test_packing_loses_nothing_at_any_scale(size: float) -> None:
+    """Float16 has few exponents; weights of any size, and small ones beside large, keep their bits all the same."""
+    form = next(f for f in forms_for(torch.bfloat16, 4) if f.name == "packed-half")
+    signs = torch.randn(48, 32).sign()
+    weight = ((1 + torch.rand(48, 32)) * signs * torch.logspace(-8, 0, 32) * size).bfloat16()
+    x = torch.eye(32).bfloat16()  # each output is one weight
+    assert torch.equal(form.run(x, form.prepare(weight), None), weight.t())  # type: ignore[misc]
+
+
+@needs_packing
+def test_a_weight_of_zeros_is_packed() -> None:
+    form = next(f for f in forms_for(torch.float16, 2) if f.name == "packed-half")
+    weight = torch.zeros(8, 4, dtype=torch.float16)
+    assert torch.equal(form.run(torch.ones(2, 4).half(), form.prepare(weight), None), torch.zeros(2, 8).half())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "native",
+        "transposed",
+        "padded",
+        "upcast",
+        "upcast-transposed",
+        "upcast-padded",
+        pytest.param("packed-half", marks=needs_packing),
+    ],
+)
 def test_leading_dimensions_are_kept(name: str) -> None:
     weight, x = torch.randn(24, 16).bfloat16(), torch.randn(1, 3, 16).bfloat16()
     output = _chosen(weight, 3, name).linear(x, weight)
@@ -68,7 +100,7 @@ def test_a_prompts_many_rows_share_one_choice() -> None:
     assert forms.form(weight, 16) is NATIVE
 
 
-def test_float32_copy_is_made_once_per_weight() -> None:
+def test_a_copy_is_made_once_per_weight() -> None:
     weight, other = torch.randn(24, 16).bfloat16(), torch.randn(24, 16).bfloat16()
     forms = _chosen(weight, 2, "upcast")
     form = forms.form(weight, 2)
