@@ -82,7 +82,10 @@ def _figures(replicas: int, ranks: int, cell: _Cell, *, largest: bool) -> list[F
 
 def _measure(replicas: int, ranks: int, options: Options) -> _Cell:
     slots = max(4, replicas, math.ceil(_OUTSTANDING_PER_REPLICA * replicas / ranks))
-    interval_s = options.pick(full=4, quick=1)
+    # Answers come in the order of the plan, so a rank gets them in bursts as long as what all ranks have asked for takes:
+    # shorter intervals would count where the bursts lie.
+    outstanding_s = slots * ranks / _IDEAL_PER_S
+    interval_s = max(options.pick(full=4, quick=1), outstanding_s)
     intervals = options.pick(full=3, quick=1)
     with ExitStack() as stack:
         server = stack.enter_context(child("bench.simulated", _server(replicas, ranks)))
@@ -91,7 +94,8 @@ def _measure(replicas: int, ranks: int, options: Options) -> _Cell:
         with ThreadPoolExecutor(len(clients)) as pool:
             # Every session has answered, and those that broke while all connected at once are there again.
             list(pool.map(lambda client: client.fetch([_WORK] * slots), clients))
-        begin_s = time.monotonic() + 1.0 + 4 * replicas / _IDEAL_PER_S  # every pipeline is full by then
+        # All ranks have begun at once: until each has had its first burst, none is where it will be.
+        begin_s = time.monotonic() + 1.0 + max(4 * replicas / _IDEAL_PER_S, 1.5 * outstanding_s)
         end_s = begin_s + intervals * interval_s
         pids = [server.pid, psutil.Process().pid, *(client.delivery.receiver_pid or 0 for client in clients)]
         with ThreadPoolExecutor(len(clients)) as pool:

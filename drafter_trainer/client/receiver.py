@@ -261,6 +261,7 @@ class Receiver:
             waits = len(self._book) > 0 and not self._sessions
             absent_s = time.monotonic() - max(self._absent_since_s, self._owing_since_s) if waits else 0.0
             reasons = "; ".join(f"{who}: {why}" for who, why in self._reasons.items())
+            reasons = reasons or "the first connections are still being made"
             if absent_s > self._patience.absence_timeout_s:
                 raise DeliveryFailedError(f"no replica for {absent_s:.0f} s ({reasons})")
             self._port.send({"kind": "alive", "absent_s": absent_s, "reasons": reasons, "owed": len(self._book)})
