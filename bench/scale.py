@@ -82,8 +82,8 @@ def _figures(replicas: int, ranks: int, cell: _Cell, *, largest: bool) -> list[F
 
 def _measure(replicas: int, ranks: int, options: Options) -> _Cell:
     slots = max(4, replicas, math.ceil(_OUTSTANDING_PER_REPLICA * replicas / ranks))
-    # Answers come in the order of the plan, so a rank gets them in bursts as long as what all ranks have asked for takes:
-    # shorter intervals would count where the bursts lie.
+    # Answers come in the order of the plan, so a rank gets them in bursts as long as what all ranks have asked for
+    # takes: shorter intervals would count where the bursts lie.
     outstanding_s = slots * ranks / _IDEAL_PER_S
     interval_s = max(options.pick(full=4, quick=1), outstanding_s)
     intervals = options.pick(full=3, quick=1)

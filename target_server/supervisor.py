@@ -29,9 +29,9 @@ from target_server.control import (
     SwapCommand,
     SwapEvent,
     decode_event,
-    encode_line,
 )
 from target_server.errors import ReplicaStartError, UserError
+from target_server.replica_pipe import await_end, read_line, send_line, wait_all
 from target_server.state import VersionStore
 from target_server.versions import VersionRecord
 
@@ -109,7 +109,7 @@ class Supervisor:
         """Tells a replica what to do for a swap; nothing happens when it has just died."""
         process = self.replicas[index].process
         if process is not None:
-            _command(process, command)
+            send_line(process, command)
 
     def kill_replica(self, index: int, reason: str) -> None:
         """Ends a replica at once; it is started again with the version that counts then."""
@@ -162,11 +162,11 @@ class Supervisor:
         self._stopping = True
         alive = [replica.process for replica in self.replicas if replica.process is not None]
         for process in alive:
-            _command(process, DRAIN)
+            send_line(process, DRAIN)
         # Twice: once for what runs, once for what is still being sent.
-        await _wait_all(alive, 2 * self._config.deadlines.drain_timeout_s + _KILL_WAIT_S)
+        await wait_all(alive, 2 * self._config.deadlines.drain_timeout_s + _KILL_WAIT_S)
         self.kill()
-        await _wait_all(alive, _KILL_WAIT_S)
+        await wait_all(alive, _KILL_WAIT_S)
 
     def kill(self) -> None:
         """Ends every replica at once."""
@@ -207,7 +207,7 @@ class Supervisor:
         served = False
         deadline_s = self._config.deadlines.start_timeout_s
         try:
-            while line := await _read_line(process.stdout, deadline_s):
+            while line := await read_line(process.stdout, deadline_s):
                 if self._take_event(replica, decode_event(line)):
                     served, deadline_s = True, self._config.deadlines.heartbeat_timeout_s
         except TimeoutError:
@@ -219,7 +219,7 @@ class Supervisor:
             replica.port, replica.stats, replica.version_number = 0, None, 0
             if process.returncode is None and not self._stopping:
                 process.kill()
-            code = await process.wait()
+            code = await await_end(process, f"replica {replica.index}")
             replica.process = None
             self.on_lost(replica.index)
         if not self._stopping:
@@ -248,7 +248,7 @@ class Supervisor:
             earlier=[record.to_json() for record in self._store.earlier],
             config=config.model_dump(mode="json"),
         )
-        _command(process, start)
+        send_line(process, start)
         return process
 
     def _take_event(self, replica: ReplicaStatus, event: Event) -> bool:
@@ -315,23 +315,3 @@ def thread_count(config: ServerConfig) -> int:
         return config.replica.num_threads
     on_cpu = sum(devices[0] == "cpu" for devices in config.replica_devices)
     return max(1, len(os.sched_getaffinity(0)) // on_cpu) if on_cpu else 1
-
-
-def _command(process: Process, message: Start | SwapCommand | dict[str, str]) -> None:
-    assert process.stdin is not None
-    if not process.stdin.is_closing():
-        process.stdin.write(encode_line(message))
-
-
-async def _read_line(stream: asyncio.StreamReader, timeout_s: float) -> bytes:
-    """Reads a line; a TimeoutError after `timeout_s`. Unlike wait_for in Python 3.11 it never loses a cancellation."""
-    async with asyncio.timeout(timeout_s):
-        return await stream.readline()
-
-
-async def _wait_all(processes: list[Process], timeout_s: float) -> None:
-    waits = [asyncio.create_task(process.wait()) for process in processes]
-    if waits:
-        _, late = await asyncio.wait(waits, timeout=timeout_s)
-        for task in late:
-            task.cancel()

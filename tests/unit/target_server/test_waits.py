@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ from target_wire.errors import Reason, WireError
 from target_wire.spec import PROTOCOL_VERSION
 from target_wire.v1 import target_pb2 as pb
 
+from target_server import replica_pipe
 from target_server.config import ServerConfig
 from target_server.errors import ReplicaStartError
 from target_server.metrics import ReplicaMetrics
@@ -87,3 +91,32 @@ async def test_a_replica_whose_process_can_not_be_started_is_tried_again(monkeyp
         await asyncio.wait_for(supervisor.run(), 5)
     assert attempts == 3
     assert supervisor.replicas[0].detail == "its process can't be started (resource temporarily unavailable)"
+
+
+async def _python(code: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+
+
+async def test_a_front_that_stood_still_takes_no_healthy_replica_for_hung() -> None:
+    process = await _python("import time; print('alive', flush=True); time.sleep(60)")
+    assert process.stdout is not None
+    reading = asyncio.create_task(replica_pipe.read_line(process.stdout, 0.5))
+    await asyncio.sleep(0)
+    time.sleep(1.5)  # noqa: ASYNC251 - the whole process stands still, as under SIGSTOP
+    try:
+        assert await asyncio.wait_for(reading, 5) == b"alive\n"
+        with pytest.raises(TimeoutError):
+            await replica_pipe.read_line(process.stdout, 0.05)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_process_that_does_not_end_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replica_pipe, "_END_LINE_EVERY_S", 0.1)
+    process = await _python("import time; time.sleep(0.6)")
+    with caplog.at_level(logging.WARNING):
+        assert await asyncio.wait_for(replica_pipe.await_end(process, "replica 3"), 20) == 0
+    assert f"replica 3, process {process.pid}, has not ended after" in caplog.text
