@@ -13,6 +13,7 @@ Shapes: T packed context tokens, C taps * D, S sequences still walking, K block,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,15 @@ from drafter_trainer.head import TargetHead
 from drafter_trainer.model import Drafter
 from drafter_trainer.types import TrainBatch
 
-__all__ = ["answer_spans", "simulate_acceptance", "walk"]
+__all__ = ["answer_spans", "simulate_acceptance", "simulated_part", "walk"]
+
+# In training, the simulation walks this much of a step's first batch: enough to follow a curve, too little to slow
+# training. An untrained drafter advances one token a round.
+SIMULATED_DOCUMENTS = 4
+SIMULATED_TOKENS = 48
+# Logits held at once: few enough for a vocabulary of 250,000 in 128 MB, and many enough not to read the head for each
+# sequence anew.
+LOGIT_ROWS = 128
 
 
 @dataclass
@@ -61,6 +70,22 @@ def simulate_acceptance(
     """Walk every answer of a packed batch and summarise, each answer counting as one sequence. See `walk`."""
     rounds = walk(drafter, head, batch, block_size=block_size)
     return summarise(rounds, block_size=block_size or drafter.config.block_size)
+
+
+def simulated_part(batch: TrainBatch) -> TrainBatch:
+    """The first documents of a batch, each with only its first supervised tokens left."""
+    micro = batch.micro
+    lengths = micro.lengths[:SIMULATED_DOCUMENTS]
+    tokens = sum(lengths)
+    masks = torch.split(micro.loss_mask_T[:tokens], list(lengths))
+    limited = dataclasses.replace(
+        micro,
+        sample_ids=micro.sample_ids[: len(lengths)],
+        lengths=lengths,
+        input_ids_T=micro.input_ids_T[:tokens],
+        loss_mask_T=torch.cat([mask_T & (mask_T.cumsum(0) <= SIMULATED_TOKENS) for mask_T in masks]),
+    )
+    return dataclasses.replace(batch, micro=limited, features_TC=batch.features_TC[:tokens], last_TD=None)
 
 
 @torch.inference_mode()
@@ -143,5 +168,6 @@ def _draft(
     rotary = drafter.rotary(layout.position_Q.to(x_QE.device))
     for layer, context_kv in zip(drafter.draft_layers(), context, strict=True):
         x_QE = layer.over_keys(x_QE, context_kv, layout=layout, rotary_Q=rotary)
-    hidden_SKE = drafter.norm(x_QE).unflatten(0, (len(anchor_ids), -1))[:, 1:]
-    return torch.stack([head.logits(rows).float().argmax(-1) for rows in hidden_SKE]).cpu()
+    hidden_RE = drafter.norm(x_QE).unflatten(0, (len(anchor_ids), -1))[:, 1:].flatten(0, 1)
+    tokens_R = torch.cat([head.logits(rows).float().argmax(-1) for rows in hidden_RE.split(LOGIT_ROWS)])
+    return tokens_R.view(len(anchor_ids), -1).cpu()
