@@ -76,11 +76,12 @@ test: $(DEV) ## Test everything that needs no GPU
 
 TESTS := $(wildcard tests/faults tests/integration tests/unit tests/contract)
 
-soak: $(DEV) ## Repeat the fault runs with N new seeds, and stall a client for a minute: make soak N=3
+soak: $(DEV) ## Repeat the fault runs with N new seeds, stall a client for a minute, train every recipe: make soak N=3
 	SOAK=$(or $(N),1) STALL_S=60 $(PYTEST) -v tests/faults/drafter_trainer/test_unbroken.py \
 		tests/faults/drafter_trainer/test_swap_storm.py \
 		tests/faults/target_server/test_stalled_client.py \
-		tests/faults/target_server/test_swaps_under_fire.py $(PYTEST_ARGS)
+		tests/faults/target_server/test_swaps_under_fire.py \
+		tests/unit/drafter_trainer/test_recipes.py $(PYTEST_ARGS)
 
 test-gpu: $(DEV) ## Test what needs a CUDA device
 	$(PYTEST) -m gpu $(wildcard tests/gpu) $(PYTEST_ARGS)
