@@ -4,7 +4,8 @@ A dump is a directory:
 
     dump.json            what happened, and the settings of the arithmetic
     batch.safetensors    features, token ids, loss mask, anchors
-    model.safetensors    the drafter's fp32 weights at that step; left out where each rank holds only a part of them
+    model.safetensors    the drafter's fp32 weights at that step; where each rank holds only a part of them, they are
+                         put together at the step's end (a bad step changes none), and missing if the run ended before
     head.safetensors     the target's head of the batch's version (a hard link to the run's own)
 
 Each holds the drafter's weights, so only the first few of a run are kept. Never fails a run: a disk that is full costs
@@ -34,7 +35,7 @@ from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.errors import UserError
 from drafter_trainer.loss import Distillation
 from drafter_trainer.model import Drafter
-from drafter_trainer.step import BadBatch, StepSettings
+from drafter_trainer.step_records import BadBatch, StepSettings
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 from drafter_trainer.vocabulary import VocabSampler
 
@@ -43,6 +44,7 @@ __all__ = ["Dump", "DumpWriter", "read_dump"]
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+WEIGHTS = "model.safetensors"
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -65,6 +67,7 @@ class DumpWriter:
         self._settings = settings
         self._heads_dir = heads_dir
         self._most = most
+        self._without_weights: list[Path] = []
 
     def __call__(self, bad: BadBatch) -> None:
         """Writes one, unless there are enough."""
@@ -78,12 +81,26 @@ class DumpWriter:
             temporary.mkdir(parents=True)
             self._write(temporary, bad)
             shutil.rmtree(self._directory / name, ignore_errors=True)  # of a run that was resumed before it
-            temporary.rename(self._directory / name)
+            dump = temporary.rename(self._directory / name)
         except OSError as error:
             logger.warning("the batch at plan position %d can't be kept: %s", bad.culprit.position, error)
             shutil.rmtree(temporary, ignore_errors=True)
             return
-        logger.warning("kept: drafter-trainer replay %s", self._directory / name)
+        if not (dump / WEIGHTS).exists():
+            self._without_weights.append(dump)
+        logger.warning("kept: drafter-trainer replay %s", dump)
+
+    def add_weights(self, weights: dict[str, Tensor]) -> None:
+        """Adds the whole weights to dumps that were written without, since each rank holds only a part of them."""
+        for dump in self._without_weights:
+            temporary = dump / f".{WEIGHTS}"
+            try:
+                _save(temporary, weights)
+                temporary.rename(dump / WEIGHTS)
+            except OSError as error:
+                logger.warning("the weights of %s can't be kept: %s", dump, error)
+                temporary.unlink(missing_ok=True)
+        self._without_weights.clear()
 
     def _write(self, directory: Path, bad: BadBatch) -> None:
         batch, anchors, settings = bad.fed.batch, bad.prepared.anchors, self._settings
@@ -100,7 +117,7 @@ class DumpWriter:
         _save(directory / "batch.safetensors", tensors)
         weights = self._drafter.state_dict()
         if not any(isinstance(weight, DTensor) for weight in weights.values()):
-            _save(directory / "model.safetensors", weights)
+            _save(directory / WEIGHTS, weights)
         head = self._heads_dir / f"head-{batch.target_version.digest}.safetensors"
         if head.is_file():
             _link(head, directory / "head.safetensors")
@@ -140,7 +157,7 @@ class Dump:
     batch: TrainBatch
     anchors: Anchors
     weights: dict[str, Tensor] | None
-    """None where each rank held only a part of them."""
+    """None where each rank held only a part of them, and the run ended before they were put together."""
     sampler: VocabSampler | None
 
     @property
@@ -181,7 +198,7 @@ def read_dump(directory: Path) -> Dump:
         if facts["format"] != FORMAT:
             raise UserError("DUMP", directory, f"has format {facts['format']}, this program reads {FORMAT}")
         tensors = load_file(directory / "batch.safetensors")
-        model = directory / "model.safetensors"
+        model = directory / WEIGHTS
         weights = load_file(model) if model.exists() else None
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         fix = f"is no dump ({error}); give a directory under run.dir/bad"

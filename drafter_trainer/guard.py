@@ -68,6 +68,7 @@ class StepGuard:
         self.in_a_row = counters.get("skipped_in_a_row", 0)
         self.by_kind = {kind: counters.get(f"skipped_{kind}", 0) for kind in ("features", "loss", "gradient")}
         self.spikes = counters.get("loss_spikes", 0)
+        self._diagnosis = ""
         self._in_this_row: list[BadBatch] = []
         self._losses: collections.deque[float] = collections.deque(maxlen=SPIKE_WINDOW_STEPS)
 
@@ -101,11 +102,7 @@ class StepGuard:
         return spike
 
     def bad(self, *, step: int, positions: Sequence[int], reason: str, culprits: Sequence[BadBatch] = ()) -> None:
-        """A step was left out.
-
-        Raises:
-            NonFiniteError: It was one too many.
-        """
+        """A step was left out. Whether it was one too many, `check` says."""
         self.skipped += 1
         self.in_a_row += 1
         for kind in {culprit.kind for culprit in culprits}:
@@ -115,10 +112,19 @@ class StepGuard:
         named = "".join(f"; {culprit}" for culprit in culprits)
         logger.warning("%s left out: %s%s; %d left out so far", where, reason, named, self.skipped)
         if self.in_a_row >= self._max_in_a_row:
-            raise NonFiniteError(
+            self._diagnosis = (
                 f"{self.in_a_row} steps in a row were left out, the last at {where}: {reason}{named}. "
                 f"{diagnosis(self._in_this_row)}"
             )
+
+    def check(self) -> None:
+        """To be asked once a step is recorded, so that a run that goes on from there counts it once.
+
+        Raises:
+            NonFiniteError: Too many steps in a row were left out.
+        """
+        if self._diagnosis:
+            raise NonFiniteError(self._diagnosis)
 
 
 def diagnosis(culprits: Sequence[BadBatch]) -> str:

@@ -28,8 +28,10 @@ from drafter_trainer.learner import build_learner, load_checkpoint
 from drafter_trainer.loss import Distillation
 from drafter_trainer.recorder import Learner, Recorder, RecorderSettings
 from drafter_trainer.run_dir import write_provenance
+from drafter_trainer.run_lock import lock_run_dir
 from drafter_trainer.signals import stop_on_signals
-from drafter_trainer.step import StepEngine, StepSettings
+from drafter_trainer.step import StepEngine
+from drafter_trainer.step_records import StepSettings
 from drafter_trainer.trainer import TrainLoop
 from drafter_trainer.vocabulary import VocabSampler
 
@@ -55,12 +57,13 @@ def run_training(config: TrainerConfig, *, dataset: TokenDataset | None = None) 
     run_dir = check_settings(config)
     machine = prepare_machine(config)
     try:
-        blueprint = draw_blueprint(config, run_dir=run_dir, machine=machine, dataset=dataset)
-        store = CheckpointStore(run_dir.checkpoints, keep=config.run.keep_checkpoints)
-        saved = load_checkpoint(blueprint, store)
-        with build_heads(blueprint) as heads:
-            learner = build_learner(blueprint, heads, saved)
-            return train(blueprint, heads, learner, store)
+        with lock_run_dir(run_dir, machine.ranks):
+            blueprint = draw_blueprint(config, run_dir=run_dir, machine=machine, dataset=dataset)
+            store = CheckpointStore(run_dir.checkpoints, keep=config.run.keep_checkpoints)
+            saved = load_checkpoint(blueprint, store)
+            with build_heads(blueprint) as heads:
+                learner = build_learner(blueprint, heads, saved)
+                return train(blueprint, heads, learner, store)
     except UserError:
         raise
     except TrainerError as error:
@@ -78,7 +81,8 @@ def train(blueprint: Blueprint, heads: HeadShelf, learner: Learner, store: Check
     recorder = Recorder(
         blueprint.run_dir, store=store, learner=learner, ranks=ranks, settings=recorder_settings(blueprint)
     )
-    with recorder, stop_on_signals() as should_stop, open_delivery(blueprint, heads, should_stop) as delivery:
+    stopping = stop_on_signals(announce=ranks.announce_stop, announced=ranks.stop_announced)
+    with recorder, stopping as should_stop, open_delivery(blueprint, heads, should_stop) as delivery:
         loop = build_loop(blueprint, heads, learner, delivery, recorder)
         finished = loop.run(learner.progress, should_stop=should_stop)
         recorder.summarise(learner.progress, finished=finished)
@@ -147,6 +151,7 @@ def build_loop(
         ),
         stopwatch=learner.drafter.stopwatch,
     )
+    dumps = dump_writer(blueprint, learner)
     engine = StepEngine(
         learner.shared,
         optimizer=learner.optimizer,
@@ -154,7 +159,8 @@ def build_loop(
         heads=heads,
         settings=step_settings(blueprint),
         average=learner.average,
-        on_bad=dump_writer(blueprint, learner),
+        on_bad=dumps,
+        on_bad_weights=dumps.add_weights,
         may_train=learner.follower.may_train,
     )
     return TrainLoop(

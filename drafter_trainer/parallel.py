@@ -26,7 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from drafter_trainer.attention import BlockLayout
@@ -38,6 +40,7 @@ __all__ = ["Ranks", "SharedDrafter", "join_ranks"]
 
 # Longer than any wait that a rank may have alone: for its batches (target.wait_timeout_s) or a checkpoint's fsync.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+STOP_KEY = "stop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Ranks:
     local_rank: int = 0
     num_local_ranks: int = 1
     """Ranks on this machine."""
+    store: Store | None = dataclasses.field(default=None, repr=False, compare=False)
+    """What all ranks can read and write at any time, without waiting for each other."""
 
     @property
     def is_first(self) -> bool:
@@ -90,6 +95,21 @@ class Ranks:
         if self.num_ranks > 1:
             self.gather([0.0])  # unlike dist.barrier it needs no device of its own
 
+    def announce_stop(self) -> None:
+        """Has `stop_announced` say so on every rank. Doesn't wait for them; may be called from any thread."""
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):  # whoever holds the store has ended
+                self.store.set(STOP_KEY, "1")
+
+    def stop_announced(self) -> bool:
+        """Whether a rank has announced that the run is to stop; False also where whoever holds the store has ended."""
+        if self.store is None:
+            return False
+        try:
+            return bool(self.store.check([STOP_KEY]))
+        except RuntimeError:
+            return False
+
     def leave(self) -> None:
         """Ends the process group; the last thing a rank does."""
         if self.num_ranks > 1 and dist.is_initialized():
@@ -109,9 +129,11 @@ def join_ranks(*, device_type: str) -> Ranks:
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    store, rank, _ = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    group_store = PrefixStore("group", store)
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Ranks(dist.get_rank(), num_ranks, local_rank, num_local_ranks)
+    return Ranks(rank, num_ranks, local_rank, num_local_ranks, PrefixStore("run", store))
 
 
 def _collective_device() -> torch.device:
@@ -127,6 +149,7 @@ class SharedDrafter:
     Attributes:
         drafter: The module that holds the parameters, or this rank's parts of them.
         ranks: Who takes part.
+        is_sharded: Whether each rank holds only a part of it.
     """
 
     def __init__(self, drafter: Drafter, ranks: Ranks, *, shard: bool = False) -> None:
@@ -139,12 +162,12 @@ class SharedDrafter:
         """
         self.drafter = drafter
         self.ranks = ranks
-        self._sharded = shard and ranks.num_ranks > 1
+        self.is_sharded = shard and ranks.num_ranks > 1
         self._scratch: Drafter | None = None
         self._replica: DistributedDataParallel | None = None
         self._own_sizes: list[Tensor] = []
         ranks.copy_from_first(drafter.state_dict().values())
-        if self._sharded:
+        if self.is_sharded:
             _shard(drafter, ranks.num_ranks)
         elif ranks.num_ranks > 1:
             self._replica = DistributedDataParallel(drafter, gradient_as_bucket_view=True)
@@ -190,7 +213,7 @@ class SharedDrafter:
         """
         sizes = list(self._own_sizes)
         self._own_sizes.clear()
-        if not sizes and not self._sharded:
+        if not sizes and not self.is_sharded:
             gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
             sizes = list(torch._foreach_norm(gradients, math.inf)) if gradients else []
         return torch.stack(sizes).amax() if sizes else torch.zeros(())
@@ -200,7 +223,7 @@ class SharedDrafter:
 
         A sharded one is copied into a drafter that is kept for the next call; of any other it's the drafter itself.
         """
-        if not self._sharded:
+        if not self.is_sharded:
             return self.drafter if self.ranks.is_first else None
         weights = whole(self.drafter.state_dict(), keep=self.ranks.is_first)
         if not self.ranks.is_first:

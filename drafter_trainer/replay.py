@@ -125,7 +125,10 @@ def load_dumped_head(dump: Dump, device: torch.device) -> TargetHead:
 def own_weights(dump: Dump) -> dict[str, Tensor]:
     """The dump's weights."""
     if dump.weights is None:
-        fix = "holds no weights (each rank had a part of them); name a checkpoint near its step with --checkpoint"
+        fix = (
+            "holds no weights (each rank had a part of them, and the run ended before they were put together); "
+            "name a checkpoint near its step with --checkpoint"
+        )
         raise UserError("DUMP", dump.directory, fix)
     return dump.weights
 

@@ -9,6 +9,7 @@ heads/               the target's head, by version digest
 tensorboard/
 bad/                 batches that were not finite, to replay
 summary.json         how it ended
+lock                 held by the run's first rank while it lives; says which process that is
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ class RunDir:
     def summary(self) -> Path:
         """How the run ended."""
         return self.root / "summary.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the first rank while it lives."""
+        return self.root / "lock"
 
     def consumed(self, rank: int) -> Path:
         """Which samples a rank trained."""

@@ -3,8 +3,6 @@
 A step: draw anchors and targets from the plan, agree on the weight sum over ranks and micro-batches BEFORE the first
 forward, then per micro-batch forward and backward of its share, sum gradients over ranks, and update, unless something
 was not finite; then nothing has changed. All ranks take part in every exchange, also with nothing to train.
-
-Shapes: T packed tokens, C taps * target hidden, A anchors, K block.
 """
 
 from __future__ import annotations
@@ -15,82 +13,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from drafter_trainer.anchors import Anchors, draw_anchors
+from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.ema import WeightAverage
 from drafter_trainer.errors import TargetChangedError
 from drafter_trainer.feed import FedBatch, Feed
 from drafter_trainer.guard import bad_step_reason
 from drafter_trainer.head import TargetHead
-from drafter_trainer.loss import BlockTargets, Distillation, LossOutput, build_block_targets, drafter_loss
+from drafter_trainer.loss import LossOutput, build_block_targets, drafter_loss
 from drafter_trainer.model import Drafter
 from drafter_trainer.optim import DrafterOptimizer
 from drafter_trainer.parallel import SharedDrafter
+from drafter_trainer.sharded import whole
+from drafter_trainer.signals import StopRequestedError
+from drafter_trainer.step_records import BadBatch, PreparedMicroBatch, StepOutcome, StepSettings, step_seed
 from drafter_trainer.tally import BadKind, Culprit, StepSums
-from drafter_trainer.types import MicroBatch, TrainBatch, Version
-from drafter_trainer.vocabulary import VocabSampler
-from drafter_trainer.walk import simulate_acceptance
+from drafter_trainer.types import MicroBatch, Version
+from drafter_trainer.walk import simulate_acceptance, simulated_part
 
-__all__ = ["BadBatch", "StepEngine", "StepOutcome", "StepSettings"]
+__all__ = ["StepEngine"]
 
-# The simulation walks this much of a step's first batch: enough to follow a curve, too little to slow training. An
-# untrained drafter advances one token a round.
-SIMULATED_DOCUMENTS = 4
-SIMULATED_TOKENS = 48
 # How often in a row a step is made again because the target changed within it; a target that changes faster than a
 # step can be made can't be trained on.
 MAX_MADE_AGAIN = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What a step's arithmetic depends on beside the weights."""
-
-    seed: int
-    num_anchors: int
-    block_size: int
-    gamma: float | None
-    dpace_alpha: float | None
-    chunk_rows: int
-    sampler: VocabSampler | None
-    """Draws the head's rows in the softmax; None takes all."""
-    distillation: Distillation | None = None
-    final_norm_offset: float = 0.0
-    """Of the target's head; only dumps need it here."""
-    compute_dtype: torch.dtype
-    """Type of products; weights are fp32."""
-    device: torch.device
-    accumulation: int = 1
-    """Micro-batches of one rank in a step, at most."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedMicroBatch:
-    """What of a micro-batch is known before its features are there."""
-
-    micro: MicroBatch
-    anchors: Anchors
-    targets: BlockTargets
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepOutcome:
-    """One step over all ranks, before it's judged by people."""
-
-    sums: StepSums
-    loss: float
-    weight_sum: float
-    grad_norm: float
-    lr: float
-    bad: str
-    """Why the step was left out; empty when it was made (or had nothing to supervise)."""
-    parts_s: dict[str, float] | None = None
-    """This rank's seconds by part, where they are measured."""
-    culprits: tuple[Culprit, ...] = ()
-    """Of a step left out: the micro-batches of all ranks that were not finite."""
-    accept_len: float | None
-    versions: tuple[Version, ...] = ()
-    """Of this rank's micro-batches, in their order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,20 +47,6 @@ class _Pass:
     accept_len: float | None
     versions: tuple[Version, ...]
     culprits: tuple[Culprit, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BadBatch:
-    """A micro-batch that made something not finite, with all that is needed to do it again."""
-
-    step: int
-    fed: FedBatch
-    """Valid only while it's reported."""
-    prepared: PreparedMicroBatch
-    loss_sum: float
-    weight_sum: float
-    """Of the whole step."""
-    culprit: Culprit
 
 
 class Heads(Protocol):
@@ -135,11 +67,13 @@ class StepEngine:
         settings: The arithmetic's settings.
         average: Follows the weights after each step that was made; acceptance is simulated with it.
         on_bad: Told of a micro-batch that made something not finite, before the next one is taken.
+        on_bad_weights: Told of the whole weights that this rank's bad micro-batches of a step met, at its end, where
+            each rank holds only a part of them.
         may_train: Whether a step of these batches (version to number, over all ranks) may be made; if not, it is made
             again from batches that are asked for anew. May raise to end the run.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its collaborators
         self,
         shared: SharedDrafter,
         *,
@@ -149,6 +83,7 @@ class StepEngine:
         settings: StepSettings,
         average: WeightAverage | None = None,
         on_bad: Callable[[BadBatch], None] = lambda bad: None,
+        on_bad_weights: Callable[[dict[str, Tensor]], None] = lambda weights: None,
         may_train: Callable[[Mapping[Version, int]], bool] = lambda counts: True,
     ) -> None:
         self.drafter = shared.drafter
@@ -160,6 +95,7 @@ class StepEngine:
         self._settings = settings
         self._average = average
         self._on_bad = on_bad
+        self._on_bad_weights = on_bad_weights
         self._may_train = may_train
 
     def step(self, step: int, micros: Sequence[MicroBatch], *, simulate: bool) -> StepOutcome:
@@ -172,35 +108,56 @@ class StepEngine:
 
         Raises:
             TargetChangedError: The target changes faster than a step can be made.
+            StopRequestedError: A rank was asked to stop while its batch doesn't come; raised on all ranks at once.
         """
         prepared = [self._prepare(micro) for micro in micros]
         agreed = self._ranks.gather([sum(item.targets.weight_sum for item in prepared), len(prepared)])
         weight_sum, passes = sum(row[0] for row in agreed), max(int(row[1]) for row in agreed)
+        given_up = False
         for _ in range(MAX_MADE_AGAIN):
             torch.manual_seed(step_seed(self._settings.seed, step))
-            mine = self._accumulate(step, prepared, weight_sum, passes=passes, simulate=simulate)
+            mine = self._accumulate(step, prepared, weight_sum, passes=passes, simulate=simulate, given_up=given_up)
             row = mine.sums.row(version_entries=self._settings.accumulation)
             total = StepSums.over_ranks(self._ranks.gather(row), self._settings.block_size)
+            if total.given_up:
+                self.drafter.zero_grad(set_to_none=True)
+                raise StopRequestedError("asked to stop while waiting for a batch")
             if self._may_train(total.versions):
                 return self._finish(mine, total, weight_sum)
             self.drafter.zero_grad(set_to_none=True)
-            if micros:
-                self._feed.go_back(micros[0].position)
+            given_up = bool(micros) and not self._go_back(micros[0].position)
         raise TargetChangedError(
             f"the target changed {MAX_MADE_AGAIN} times within step {step}; swap less often, and all servers together"
         )
 
     def _accumulate(
-        self, step: int, prepared: Sequence[PreparedMicroBatch], weight_sum: float, *, passes: int, simulate: bool
+        self,
+        step: int,
+        prepared: Sequence[PreparedMicroBatch],
+        weight_sum: float,
+        *,
+        passes: int,
+        simulate: bool,
+        given_up: bool,
     ) -> _Pass:
-        """Forward and backward of this rank's micro-batches, each with its own version's head; sums gradients."""
-        sums = StepSums(block_size=self._settings.block_size)
+        """Forward and backward of this rank's micro-batches, each with its own version's head; sums gradients.
+
+        A rank that has nothing to train, or that gives the step up, takes part in the others' exchanges all the same.
+        """
+        sums = StepSums(block_size=self._settings.block_size, given_up=given_up)
         accept_len = None
         versions: list[Version] = []
         culprits: list[Culprit] = []
         simulated = self._simulated_drafter() if simulate and passes else None
-        for number, item in enumerate(prepared):
-            with self._feed.next_batch() as fed, self.shared.accumulating(last=number == passes - 1):
+        for number in range(passes):
+            with contextlib.ExitStack() as stack:
+                fed = None if sums.given_up or number >= len(prepared) else self._take(stack)
+                stack.enter_context(self.shared.accumulating(last=number == passes - 1))
+                if fed is None:
+                    sums.given_up |= number < len(prepared)
+                    self.shared.idle_pass()
+                    continue
+                item = prepared[number]
                 versions.append(fed.batch.target_version)
                 if simulated is not None and number == 0 and fed.finite:
                     accept_len = self._simulate(simulated, fed)
@@ -210,12 +167,24 @@ class StepEngine:
                     bad = self._describe(step, fed, item, output, weight_sum, kind)
                     culprits.append(bad.culprit)
                     self._on_bad(bad)
-        for number in range(len(prepared), passes):  # other ranks have more: a partial last step
-            with self.shared.accumulating(last=number == passes - 1):
-                self.shared.idle_pass()
         sums.wait_s = self._feed.take_wait_s()
         sums.asked_again = self._feed.take_asked_again()
         return _Pass(sums, accept_len, tuple(versions), tuple(culprits))
+
+    def _take(self, stack: contextlib.ExitStack) -> FedBatch | None:
+        """The next batch, valid until the stack ends; None when a stop was asked for and it doesn't come."""
+        try:
+            return stack.enter_context(self._feed.next_batch())
+        except StopRequestedError:
+            return None
+
+    def _go_back(self, position: int) -> bool:
+        """Has the step's batches made again; False when a stop was asked for and what is on the way doesn't come."""
+        try:
+            self._feed.go_back(position)
+        except StopRequestedError:
+            return False
+        return True
 
     def _finish(self, mine: _Pass, total: StepSums, weight_sum: float) -> StepOutcome:
         """Updates, or leaves the step out."""
@@ -224,8 +193,15 @@ class StepEngine:
             versions=mine.versions,
             parts_s=self.drafter.stopwatch.take(),
         )
-        # Every rank knows by now whether the step is bad, so all take part in this.
-        return dataclasses.replace(outcome, culprits=self._everyones(mine.culprits)) if outcome.bad else outcome
+        if not outcome.bad:
+            return outcome
+        # Every rank knows by now that the step is bad, so all take part in this.
+        outcome = dataclasses.replace(outcome, culprits=self._everyones(mine.culprits))
+        if outcome.culprits and self.shared.is_sharded:
+            weights = whole(self.drafter.state_dict(), keep=bool(mine.culprits))
+            if mine.culprits:
+                self._on_bad_weights(weights)
+        return outcome
 
     def _prepare(self, micro: MicroBatch) -> PreparedMicroBatch:
         settings = self._settings
@@ -321,24 +297,3 @@ class StepEngine:
         if self._settings.compute_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self._settings.device.type, dtype=self._settings.compute_dtype)
-
-
-def step_seed(seed: int, step: int) -> int:
-    """Seed of the global generator for one step, the same on every rank; steps of one run never share one."""
-    return (seed * 0x9E3779B97F4A7C15 + step) % 2**63
-
-
-def simulated_part(batch: TrainBatch) -> TrainBatch:
-    """The first documents of a batch, each with only its first supervised tokens left."""
-    micro = batch.micro
-    lengths = micro.lengths[:SIMULATED_DOCUMENTS]
-    tokens = sum(lengths)
-    masks = torch.split(micro.loss_mask_T[:tokens], list(lengths))
-    limited = dataclasses.replace(
-        micro,
-        sample_ids=micro.sample_ids[: len(lengths)],
-        lengths=lengths,
-        input_ids_T=micro.input_ids_T[:tokens],
-        loss_mask_T=torch.cat([mask_T & (mask_T.cumsum(0) <= SIMULATED_TOKENS) for mask_T in masks]),
-    )
-    return dataclasses.replace(batch, micro=limited, features_TC=batch.features_TC[:tokens], last_TD=None)

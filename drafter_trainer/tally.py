@@ -75,6 +75,8 @@ class StepSums:
     asked_again: int = 0
     versions: Counter[Version] = dataclasses.field(default_factory=Counter)
     """Micro-batches by the target version that made them."""
+    given_up: bool = False
+    """Whether a stop was asked for and a batch didn't come, so that the step must not be made."""
 
     def __post_init__(self) -> None:
         self.correct = self.correct or [0.0] * (self.block_size - 1)
@@ -126,7 +128,7 @@ class StepSums:
 
     def row(self, *, version_entries: int) -> list[float]:
         """The sums as numbers to exchange; equally many on every rank, with room for so many versions."""
-        lasting = [self.wait_s, float(self.epoch)]
+        lasting = [self.wait_s, float(self.epoch), float(self.given_up)]
         bad = [float(self.bad[kind]) for kind in BAD_KINDS]
         plain = [self.loss, float(self.tokens), self.prefix, float(self.blocks), float(self.asked_again)]
         versions = pack_counts(self.versions, entries=version_entries)
@@ -134,13 +136,13 @@ class StepSums:
 
     @classmethod
     def over_ranks(cls, rows: Sequence[Sequence[float]], block_size: int) -> StepSums:
-        """The sums over all ranks, in rank order; the longest wait and the latest epoch of any."""
+        """The sums over all ranks, in rank order; the longest wait and the latest epoch of any; given up by any."""
         slots = block_size - 1
-        stop = 10 + 2 * slots
-        wait_s, epoch = (max(column) for column in zip(*(row[:2] for row in rows), strict=True))
-        bad = [int(sum(column)) for column in zip(*(row[2:5] for row in rows), strict=True)]
+        stop = 11 + 2 * slots
+        wait_s, epoch, given_up = (max(column) for column in zip(*(row[:3] for row in rows), strict=True))
+        bad = [int(sum(column)) for column in zip(*(row[3:6] for row in rows), strict=True)]
         loss, tokens, prefix, blocks, again, *by_slot = (
-            sum(column) for column in zip(*(row[5:stop] for row in rows), strict=True)
+            sum(column) for column in zip(*(row[6:stop] for row in rows), strict=True)
         )
         return cls(
             block_size=block_size,
@@ -155,4 +157,5 @@ class StepSums:
             valid=by_slot[slots:],
             asked_again=int(again),
             versions=sum((unpack_counts(row[stop:]) for row in rows), Counter()),
+            given_up=bool(given_up),
         )

@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from drafter_trainer.errors import NonFiniteError
 from drafter_trainer.feed import Feed
 from drafter_trainer.following import Follower
 from drafter_trainer.guard import StepGuard
 from drafter_trainer.metrics import StepMetrics
 from drafter_trainer.parallel import Ranks
 from drafter_trainer.signals import StopRequestedError
-from drafter_trainer.step import StepEngine, StepOutcome
+from drafter_trainer.step import StepEngine
+from drafter_trainer.step_records import StepOutcome
 from drafter_trainer.types import MicroBatch, Version
 
 __all__ = ["LoopSettings", "Progress", "TrainLoop", "Watcher"]
@@ -98,7 +100,7 @@ class TrainLoop:
         """Trains from ``progress`` to the end, or until some rank should stop; checkpoints either way.
 
         An error on the way is raised after a checkpoint of the last whole step, when there is one to save and this rank
-        can save it alone.
+        can save it alone, or all ranks are at the same place.
 
         Returns:
             Whether the run is finished.
@@ -108,13 +110,18 @@ class TrainLoop:
         try:
             while progress.step < self._settings.total_steps:
                 self._step(progress)
+                self._guard.check()
                 if progress.step % self._settings.checkpoint_every_steps == 0:
                     self._watcher.checkpoint(progress)
                     saved_step = progress.step
                 if self._ranks.sum(float(should_stop())) > 0:
                     break
             together = True
+        except NonFiniteError:
+            together = True  # all ranks come to it after the same step
+            raise
         except StopRequestedError as stop:
+            together = True  # an engine raises it on all of them
             logger.warning("%s: the step after %d is given up", stop, progress.step)
         finally:
             # Weights only change in the last act of a step, so they are those of `progress` whatever was raised.

@@ -63,6 +63,10 @@ class ChaosProxy:
         """Cuts the next `times` connections to a replica that carry data, each in the middle of a piece."""
         self._loop.call_soon_threadsafe(self._ask_cut, times)
 
+    def stall(self) -> None:
+        """From now on nothing that a replica sends gets through, and no connection is cut."""
+        self._delay_s = 1e6
+
     def _ask_cut(self, times: int) -> None:
         self._cut_pending += times
 

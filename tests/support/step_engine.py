@@ -15,7 +15,8 @@ from drafter_trainer.feed import FedBatch
 from drafter_trainer.head import TargetHead
 from drafter_trainer.optim import OptimSettings, build_optimizer
 from drafter_trainer.parallel import Ranks, SharedDrafter
-from drafter_trainer.step import BadBatch, StepEngine, StepOutcome, StepSettings
+from drafter_trainer.step import StepEngine
+from drafter_trainer.step_records import BadBatch, StepOutcome, StepSettings
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 from tests.support.drafters import random_drafter, random_head, random_micro, tiny_config
 

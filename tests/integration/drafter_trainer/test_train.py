@@ -99,6 +99,29 @@ def test_sigterm_finishes_the_step_and_the_resumed_run_ends_bit_equal(
     assert_same_run(tmp_path / "run", final_state(unbroken))
 
 
+def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(
+    training_world: TrainingWorld, training_server: Server, trainers: ForkingTrainer, tmp_path: Path
+) -> None:  # I1
+    """Also after kill -9, which leaves the first one's receiver process behind for a moment."""
+    run_dir = tmp_path / "run"
+    with ChaosProxy(training_server.port, seed=1, delay_s=0.004) as proxy:
+        first = trainers.start(training_world.flags(proxy.address, run_dir))
+        wait_for_step(run_dir, 2, first)
+        proxy.stall()
+        # No server there: it would be found out later.
+        second = trainers.start(training_world.flags("127.0.0.1:1", run_dir))
+        assert second.wait(60) == 2
+        holder = f"process {first.pid} on {socket.gethostname()}"
+        fix = "wait for it, stop it, or give another directory"
+        assert second.text() == f"drafter-trainer: run.dir: {run_dir}: {holder} trains there; {fix}\n"
+        assert not first.has_ended
+        first.kill()
+        first.wait()
+        third = trainers.start(training_world.flags(training_server.address, run_dir))
+        assert third.wait() == 0, third.text()
+    assert len(read_records(run_dir / "metrics.jsonl")) == STEPS
+
+
 RECIPES = {
     "muon, wsd, average, recomputed layers": {
         "optim__algorithm": "muon",

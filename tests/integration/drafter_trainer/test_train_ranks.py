@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,17 @@ import torch
 
 from drafter_trainer.dataset import DatasetWriter
 from drafter_trainer.tokenizer import TokenizerFacts, tokenizer_digests
-from tests.support.forking_trainer import ForkingTrainer
-from tests.support.training_world import HIDDEN_SIZE, Server, TrainingWorld, final_state, read_records, train
+from tests.support.chaos_proxy import ChaosProxy
+from tests.support.forking_trainer import ForkedRun, ForkingTrainer
+from tests.support.training_world import (
+    HIDDEN_SIZE,
+    Server,
+    TrainingWorld,
+    final_state,
+    read_records,
+    train,
+    wait_for_step,
+)
 
 # The first test waits for a server, and for processes to import torch.
 pytestmark = pytest.mark.timeout(300)
@@ -72,6 +84,49 @@ def test_torchrun_starts_three_ranks(training_world: TrainingWorld, training_ser
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [len(step) for step in consumed_by_step(tmp_path / "run", 3)] == [3, 3]
+
+
+@pytest.mark.parametrize(("parallel", "asked"), [("ddp", 0), ("fsdp", 1)])
+def test_a_stop_asked_of_one_rank_stops_all_after_the_same_step(
+    parallel: str, asked: int, training_world: TrainingWorld, training_server: Server, trainers: ForkingTrainer,
+    tmp_path: Path,
+) -> None:  # fmt: skip  # I6, case 86
+    flags = training_world.flags(training_server.address, tmp_path / "run", **STOPPED, run__parallel=parallel)
+    runs = [trainers.start(flags, environment=environment) for environment in torchrun_environments(2)]
+    wait_for_step(tmp_path / "run", 3, runs[0])
+    os.kill(runs[asked].pid, signal.SIGTERM)
+    assert_stopped_alike(tmp_path / "run", runs)
+
+
+@pytest.mark.parametrize(("parallel", "asked"), [("ddp", 0), ("fsdp", 1)])
+def test_a_stop_asked_of_one_rank_stops_all_while_no_batch_comes(
+    parallel: str, asked: int, training_world: TrainingWorld, training_server: Server, trainers: ForkingTrainer,
+    tmp_path: Path,
+) -> None:  # fmt: skip  # I6, case 86
+    """Both wait, for a batch or for each other; the one that is asked may be in a collective, which no signal ends."""
+    with ChaosProxy(training_server.port, seed=1, delay_s=0.001) as proxy:
+        flags = training_world.flags(proxy.address, tmp_path / "run", **STOPPED, run__parallel=parallel)
+        runs = [trainers.start(flags, environment=environment) for environment in torchrun_environments(2)]
+        wait_for_step(tmp_path / "run", 3, runs[0])
+        proxy.stall()
+        time.sleep(1)
+        os.kill(runs[asked].pid, signal.SIGTERM)
+        assert_stopped_alike(tmp_path / "run", runs)
+
+
+# More steps than are made before the stop; a batch of the window at a time.
+STOPPED = {"run__steps": 500, "run__checkpoint_every_steps": 1000, "target__window_bytes": 160 * 2 * HIDDEN_SIZE * 4}
+
+
+def assert_stopped_alike(run_dir: Path, runs: list[ForkedRun]) -> None:
+    """Every rank has ended well, within seconds, and what they did is saved."""
+    texts = "".join(run.text() for run in runs)
+    assert [run.wait(20) for run in runs] == [0, 0], texts
+    assert "Traceback" not in texts
+    steps = len(read_records(run_dir / "metrics.jsonl"))
+    assert 3 <= steps < STOPPED["run__steps"]
+    assert (run_dir / "checkpoints" / "latest").resolve().name == f"step-{steps}"
+    assert [len(read_records(run_dir / f"consumed-rank-{rank}.jsonl")) for rank in range(2)] == [steps] * 2
 
 
 def torchrun_environments(num_ranks: int) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -17,11 +18,15 @@ from drafter_trainer.__main__ import main
 from drafter_trainer.dump import DumpWriter, read_dump
 from drafter_trainer.feed import FedBatch
 from drafter_trainer.loss import Distillation
+from drafter_trainer.optim import OptimSettings, build_optimizer
+from drafter_trainer.parallel import Ranks, SharedDrafter
 from drafter_trainer.replay import replay_dump
-from drafter_trainer.step import StepSettings
+from drafter_trainer.step import StepEngine
+from drafter_trainer.step_records import StepSettings
 from drafter_trainer.vocabulary import VocabSampler
-from tests.support.drafters import HIDDEN, random_head
-from tests.support.step_engine import SETTINGS, fed_batch, micro_batch, run_step
+from tests.support.drafters import HIDDEN, random_drafter, random_head
+from tests.support.rank_processes import on_ranks
+from tests.support.step_engine import CONFIG, SETTINGS, Batches, OneHead, fed_batch, micro_batch, run_step
 
 CPU = torch.device("cpu")
 
@@ -102,6 +107,49 @@ def test_a_finite_loss_is_reproduced_bit_for_bit(settings: StepSettings, heads: 
     assert replay.bad_gradients == []
     # Nothing was wrong with the numbers, so what was seen (a mark) is not reproduced.
     assert not replay.reproduced
+
+
+def dump_on_shards(ranks: Ranks, heads: Path, *, steps: int) -> None:
+    """Trains a sound step, then bad ones of the second rank: a NaN, then a mark on features that are sound."""
+    shared = SharedDrafter(random_drafter(CONFIG), ranks, shard=True)
+    optimizer = build_optimizer(shared.drafter, OptimSettings(lr=1e-2, total_steps=10))
+    writer = DumpWriter(heads.parent / "bad", drafter=shared.drafter, settings=SETTINGS, heads_dir=heads, most=9)
+    bad = [poisoned(), fed_batch(micro_batch(1, (10, 15)), finite=False)]
+    for step in range(1, 1 + steps):
+        fed = fed_batch(micro_batch(10 * step + ranks.rank, (12, 8)))
+        if step > 1 and ranks.rank == 1:
+            fed = bad[step - 2]
+        engine = StepEngine(
+            shared,
+            optimizer=optimizer,
+            feed=Batches([fed]),  # type: ignore[arg-type]
+            heads=OneHead(),
+            settings=SETTINGS,
+            on_bad=writer,
+            on_bad_weights=writer.add_weights,
+        )
+        outcome = engine.step(step, [fed.batch.micro], simulate=False)
+        assert bool(outcome.bad) == (step > 1)
+
+
+def test_a_dump_of_a_rank_with_a_part_of_the_weights_is_reproduced(heads: Path, capsys: Any) -> None:  # I4
+    """FSDP2 on two ranks, weights that have been trained; the whole weights are put together at the step's end."""
+    on_ranks(2, functools.partial(dump_on_shards, steps=3), heads)
+    nan, marked = sorted((heads.parent / "bad").iterdir())
+    assert (nan.name, marked.name) == ("step-2-position-1", "step-3-position-1")
+    assert main(["replay", str(nan)]) == 0
+    assert "rank 1" in capsys.readouterr().out
+    replay = replay_dump(read_dump(marked), device=CPU)
+    assert math.isfinite(replay.recorded_loss)
+    assert replay.loss == pytest.approx(replay.recorded_loss, rel=1e-6)
+    fresh = {name: value.clone() for name, value in random_drafter(CONFIG).state_dict().items()}
+    other = replay_dump(read_dump(marked), weights=fresh, device=CPU)
+    assert other.loss != pytest.approx(replay.recorded_loss, rel=1e-6), "untrained weights give the same"
+    (nan / "model.safetensors").unlink()  # as if the run had been killed within the step
+    assert main(["replay", str(nan)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"drafter-trainer: DUMP: {nan}: holds no weights")
+    assert error.count("\n") == 1
 
 
 def test_other_weights_are_another_number(heads: Path, tmp_path: Path) -> None:

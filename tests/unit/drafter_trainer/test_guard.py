@@ -30,8 +30,10 @@ def test_bad_steps_in_a_row_end_the_run_and_a_good_one_starts_the_row_anew() -> 
     guard.bad(step=1, positions=range(4), reason="its loss is nan")
     guard.good(step=2, loss=1.0)
     guard.bad(step=3, positions=range(8, 12), reason="its loss is nan")
+    guard.check()
+    guard.bad(step=4, positions=range(12, 16), reason="its loss is nan", culprits=[culprit()])
     with pytest.raises(NonFiniteError, match=r"2 steps in a row.*step 4 \(plan positions 12 to 15\): its loss is nan"):
-        guard.bad(step=4, positions=range(12, 16), reason="its loss is nan", culprits=[culprit()])
+        guard.check()
     assert guard.skipped == 3
     assert guard.by_kind == {"features": 0, "loss": 1, "gradient": 0}
 
@@ -48,8 +50,10 @@ def test_a_resumed_run_counts_on() -> None:
     for step in range(2):
         guard.bad(step=step, positions=[9], reason="r", culprits=[culprit(kind="gradient")])
     resumed = StepGuard(max_in_a_row=3, counters=guard.counters)
+    resumed.check()
+    resumed.bad(step=9, positions=[9], reason="its loss is nan", culprits=[culprit()])
     with pytest.raises(NonFiniteError):
-        resumed.bad(step=9, positions=[9], reason="its loss is nan", culprits=[culprit()])
+        resumed.check()
     assert (resumed.skipped, resumed.by_kind) == (3, {"features": 0, "loss": 1, "gradient": 2})
 
 

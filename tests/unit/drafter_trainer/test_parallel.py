@@ -15,7 +15,8 @@ from drafter_trainer.feed import FedBatch
 from drafter_trainer.optim import OptimSettings, build_optimizer
 from drafter_trainer.parallel import Ranks, SharedDrafter
 from drafter_trainer.sharded import cut_like, whole
-from drafter_trainer.step import BadBatch, StepEngine
+from drafter_trainer.step import StepEngine
+from drafter_trainer.step_records import BadBatch
 from tests.support.drafters import random_drafter
 from tests.support.rank_processes import on_ranks
 from tests.support.step_engine import CONFIG, SETTINGS, Batches, OneHead, fed_batch, micro_batch

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from drafter_trainer.feed import FedBatch
-from drafter_trainer.step import SIMULATED_TOKENS, simulated_part
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
+from drafter_trainer.walk import SIMULATED_TOKENS, simulated_part
 from tests.support.step_engine import assert_equal, fed_batch, micro_batch, run_step, state_of
 
 
