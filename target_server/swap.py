@@ -30,7 +30,7 @@ from target_server.replacement import ServedShape, check_replacement, refusal, r
 from target_server.state import VersionStore, checkpoint_root
 from target_server.supervisor import Supervisor
 from target_server.swap_run import Participant, SwapRun
-from target_server.versions import Version, VersionRecord
+from target_server.versions import Version, VersionRecord, files_mark
 
 __all__ = ["SwapCoordinator"]
 
@@ -216,6 +216,9 @@ class SwapCoordinator:
         self._supervisor.adopt(record, [p.index for p in run.participants.values() if p.stage == "finished"])
 
     async def _decide(self, record: VersionRecord, request_id: str) -> None:
+        if not await asyncio.to_thread(_are_as_read, record):
+            detail = f"checkpoint {record.checkpoint}: its files changed after they were read; leave them alone"
+            raise WireError(Code.ABORTED, Reason.SWAP_FAILED, detail)
         try:
             await asyncio.to_thread(self._store.commit, record, request_id)
         except OSError as error:
@@ -313,3 +316,11 @@ class SwapCoordinator:
 
 def _bad_request(detail: str) -> WireError:
     return WireError(Code.INVALID_ARGUMENT, Reason.BAD_REQUEST, detail)
+
+
+def _are_as_read(record: VersionRecord) -> bool:
+    """Whether a version's files are those that were read, so that a restart would serve the same. Blocks."""
+    try:
+        return files_mark(record.checkpoint) == record.mark
+    except (UserError, OSError):
+        return False
