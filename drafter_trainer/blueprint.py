@@ -25,6 +25,7 @@ from drafter_trainer.preflight import check_addresses, check_run_dir
 from drafter_trainer.prepare import check_longest_sample, open_configured_dataset
 from drafter_trainer.run_dir import RunDir
 from drafter_trainer.trainer import LoopSettings
+from drafter_trainer.types import Version
 
 __all__ = ["Blueprint", "Machine", "check_settings", "draw_blueprint", "prepare_machine"]
 
@@ -152,7 +153,7 @@ def draw_blueprint(
             shuffle_window_samples=config.batch.shuffle_window_samples,
         ),
     )
-    target = meet_target(config, dataset)
+    target = at_first_ranks_version(meet_target(config, dataset), machine.ranks)
     return Blueprint(
         config=config,
         run_dir=run_dir,
@@ -163,6 +164,15 @@ def draw_blueprint(
         target=target,
         terms=stream_terms(config, target, client_name=f"{run_dir.root.name}/rank-{machine.ranks.rank}"[:128]),
     )
+
+
+def at_first_ranks_version(target: Target, ranks: Ranks) -> Target:
+    """The target at the version that the first rank was told: a swap may fall between two ranks' look at it.
+
+    All ranks take part. What is served by now shows in the batches, and there all ranks see the same.
+    """
+    number, digest, *_ = ranks.gather_texts([str(target.version.number), target.version.digest])
+    return target.at(Version(int(number), digest))
 
 
 def open_data(config: TrainerConfig) -> TokenDataset:

@@ -56,9 +56,8 @@ def check_ranks_agree(blueprint: Blueprint, saved: Checkpoint | None) -> None:
         UserError: They see different checkpoints, as on two machines that share no directory; or were started with
             different settings or data.
     """
-    # The target's version may change between two ranks' look at it.
-    identity = {name: value for name, value in blueprint.identity.items() if name != "target.digest"}
-    identity["run.parallel"] = blueprint.config.run.parallel  # may change on resume, but not between ranks
+    # How the drafter is shared may change on resume, but not between ranks.
+    identity = {**blueprint.identity, "run.parallel": blueprint.config.run.parallel}
     settings = zlib.crc32(json.dumps(identity, sort_keys=True).encode())
     steps = saved.step if saved is not None else 0
     (first_steps, first_settings), *others = blueprint.machine.ranks.gather([float(steps), float(settings)])

@@ -44,6 +44,13 @@ class Target:
         version = self.described.response.version
         return Version(version.number, version.digest)
 
+    def at(self, version: Version) -> Target:
+        """The same target as it was when another version was served."""
+        response = pb.DescribeTargetResponse()
+        response.CopyFrom(self.described.response)
+        response.version.number, response.version.digest = version.number, version.digest
+        return dataclasses.replace(self, described=dataclasses.replace(self.described, response=response))
+
     @property
     def facts(self) -> dict[str, Any]:
         """For the record."""

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,6 +261,51 @@ def test_a_server_started_again_with_another_checkpoint_is_followed_and_one_of_a
     assert "layer_count was 4, is 3; vocab_size was 640, is 641" in last
     done = len(read_records(run_dir / "metrics.jsonl"))
     assert (run_dir / "checkpoints" / "latest").resolve().name == f"step-{done}"
+
+
+def test_ranks_that_were_told_different_versions_stop_together_or_follow_together(
+    family: Family, trainers: ForkingTrainer, tmp_path: Path
+) -> None:  # I1, I3, case 106
+    # A root of its own: a server that was swapped remembers what it served last.
+    one = Path(shutil.copytree(family.checkpoints["one"], tmp_path / "targets" / "one"))
+    two = Path(shutil.copytree(family.checkpoints["lm_head"], tmp_path / "targets" / "two"))
+    world = dataclasses.replace(family.world, target=one)
+    port, run_dir = free_port(), tmp_path / "run"
+    flags = world.flags(f"127.0.0.1:{port}", run_dir, run__steps=6, target__on_target_change="stop")
+    # Both wait for a server that isn't there yet.
+    ranks = start_ranks(trainers, flags)
+    ranks[0].wait_for_line("waiting for the target-server")  # it alone says so; they have met
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    with Server(world, tmp_path / "server", port=port) as server:
+        assert server.port == port
+        # The first rank asks twice a second; it's then held up by the other one, which has to agree.
+        time.sleep(2.0)
+        swap(server, two)  # type: ignore[arg-type]
+        os.kill(ranks[1].pid, signal.SIGCONT)
+        assert [rank.wait(60) for rank in ranks] == [2, 2], "\n".join(rank.text() for rank in ranks)
+        # Both began with what the first one was told, and both saw the first batches come from something else.
+        was = f"target.digest was {weights_digest(one)} (version 1), is {weights_digest(two)} (version 2)"
+        assert all(was in rank.text() for rank in ranks)
+        assert digests_by_position(run_dir, num_ranks=2) == {}
+
+        following = [*flags, "--target.on_target_change", "follow"]
+        ranks = start_ranks(trainers, following)
+        assert [rank.wait(60) for rank in ranks] == [0, 0], "\n".join(rank.text() for rank in ranks)
+        assert set(digests_by_position(run_dir, num_ranks=2).values()) == {weights_digest(two)}
+
+
+def start_ranks(trainers: ForkingTrainer, flags: list[str]) -> list[ForkedRun]:
+    """Two ranks of one run."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [trainers.start(flags, environment=environment) for environment in environments]
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def write_narrow(target: Path, directory: Path) -> Path:
