@@ -5,8 +5,10 @@ Rules (tests cite the numbers):
   2. `follow`: a step may mix versions; each batch is trained with the head of its own.
   3. `finish_step_then_follow`: a step is of one version's batches; one that isn't is made again from new requests.
   4. `stop`: a step with a batch of other weights is not made, and the run ends.
-  5. A switch begins with the first step that holds another version, and ends when everything that may have been asked
-     for before it is trained: ``window`` micro-batches, those of its first step included.
+  5. A switch begins with the first step that holds a version never trained before, and ends when everything that may
+     have been asked for before it is trained: ``window`` micro-batches, those of its first step included.
+  6. A version that was trained before is switched to only when the current one is gone: no batch of it for a window.
+     So servers that are swapped one after another make one switch, however their batches alternate.
 
 Every rank hands in the same counts (`parallel` sums them), so all decide alike. No torch, no files.
 """
@@ -73,7 +75,11 @@ class Follower:
         self._on_change = on_change
         self._window = window
         self._say = say
+        # Versions of which a batch was trained.
+        self._known = {span.version for span in history}
         self._left = 0
+        # Micro-batches since the last one of the current version. At first nothing is on its way from before.
+        self._without_current = window
         self._first_step = 0
         self._around: collections.Counter[Version] = collections.Counter()
         self._asked_again = 0
@@ -112,9 +118,11 @@ class Follower:
             counts: Micro-batches of each version in it.
             asked_again: Batches that were asked for again in its time.
         """
+        self._without_current = 0 if self.current in counts else self._without_current + sum(counts.values())
         newest = self._newest(counts)
         if newest is not None:
             self._begin(newest, step, positions.start)
+        self._known |= counts.keys()
         if self._left > 0:
             self._around.update(counts)
             self._asked_again += asked_again
@@ -123,19 +131,16 @@ class Follower:
                 self._end(step)
 
     def _newest(self, counts: Mapping[Version, int]) -> Version | None:
-        """The newest version in a step that is not the current one nor one that this switch has left behind."""
-        current = self.current
-        new = [v for v in counts if v != current and (v.number > current.number or v not in self._around)]
-        return max(new, default=None)
+        """The newest version in a step that is to be switched to (rules 5 and 6)."""
+        is_gone = self._without_current >= self._window
+        return max((v for v in counts if v != self.current and (is_gone or v not in self._known)), default=None)
 
     def _begin(self, version: Version, step: int, position: int) -> None:
         before = self.current
         if self._left <= 0:
             self._first_step, self._asked_again = step, 0
             self._around.clear()
-        # What comes of it from now on is late, also when nothing of it comes in this switch's steps.
-        self._around[before] += 0
-        self._left = self._window
+        self._left, self._without_current = self._window, 0
         self._history.append(Span(version, step, position))
         same = ", the same weights" if version.digest == before.digest else ""
         self._tell("switch from target version %s to %s%s begins with step %d", before, version, same, step)

@@ -69,6 +69,38 @@ def test_a_swap_back_within_a_switch_is_another_version(caplog: pytest.LogCaptur
     assert "2 of 2 (bbbbbbbbbbbb), 2 of 3 (aaaaaaaaaaaa)" in caplog.messages[-1]
 
 
+def test_servers_that_are_swapped_one_after_another_make_one_switch(caplog: pytest.LogCaptureFixture) -> None:  # rule 6
+    caplog.set_level(logging.INFO)
+    following = follower(window=4)
+    other_number = Version(7, "b" * 32)
+    for step in range(1, 41):  # the second server is swapped long after the first one
+        following.trained(step, range(2 * step - 2, 2 * step), {A: 1, B: 1} if step % 3 else {A: 2})
+    for step in range(41, 81):
+        following.trained(step, range(2 * step - 2, 2 * step), {B: 1, other_number: 1} if step % 3 else {B: 2})
+    assert [span.version for span in following.history] == [A, B, other_number]
+    assert sum("begins with step" in message for message in caplog.messages) == 2
+    assert "the same weights begins with step 41" in caplog.messages[2]
+
+
+def test_a_version_that_comes_back_is_switched_to_when_the_current_one_is_gone() -> None:  # rule 6
+    following = follower(window=4)
+    following.trained(1, range(0, 2), {B: 2})
+    following.trained(2, range(2, 4), {A: 2})
+    assert following.current == B, "what is on its way may still be of the version before"
+    following.trained(3, range(4, 6), {A: 2})
+    assert following.current == A
+    following.trained(4, range(6, 8), {B: 2})
+    following.trained(5, range(8, 10), {A: 1, B: 1})
+    assert following.current == A
+    assert [(span.version, span.step) for span in following.history] == [(A, 0), (B, 1), (A, 3)]
+
+
+def test_a_run_that_goes_on_takes_up_at_once_what_is_served_then() -> None:  # rule 6
+    following = Follower([Span(A, 0, 0), Span(B, 3, 6)], on_change="follow", window=4)
+    following.trained(5, range(8, 9), {A: 1})
+    assert following.current == A
+
+
 def test_a_restarted_server_that_counts_from_one_again_is_followed() -> None:  # case 106
     following = follower(window=2)
     other = Version(1, "c" * 32)
