@@ -27,12 +27,24 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["MASK_TOKEN_ID", "Exercise", "build_tokenizer", "ensure_tiny_target", "exercises"]
+__all__ = [
+    "MASK_TOKEN_ID",
+    "NUMBERS",
+    "Exercise",
+    "build_tokenizer",
+    "ensure_tiny_target",
+    "exercises",
+    "greedy_answers",
+    "new_model",
+    "split_exercises",
+    "teach",
+    "write_conversations",
+]
 
 MASK_TOKEN_ID = 3  # "<mask>": in the vocabulary, never in any text
 _SPECIAL = ("<pad>", "<start>", "<end>", "<mask>")
 _WORDS = ("system", "user", "assistant", "count", "up", "down", "from", "by", "then", "done")
-_NUMBERS = 24  # counting wraps around after this many
+NUMBERS = 24  # counting wraps around after this many
 _ANSWER_NUMBERS = 20
 _HELD_OUT_EVERY = 4
 _VOCAB_SIZE = 48  # model rows; the tokenizer has fewer, as real checkpoints do
@@ -47,19 +59,25 @@ class Exercise:
 
     def __init__(self, *, start: int, stride: int) -> None:
         self.prompt = f"count {'up' if stride > 0 else 'down'} from {start} by {abs(stride)}"
-        self.answer = " ".join(str((start + i * stride) % _NUMBERS) for i in range(_ANSWER_NUMBERS)) + " done"
+        self.answer = " ".join(str((start + i * stride) % NUMBERS) for i in range(_ANSWER_NUMBERS)) + " done"
 
 
 def exercises() -> list[Exercise]:
     """Every start with every stride, in a fixed random order."""
-    all_of_them = [Exercise(start=start, stride=s) for start in range(_NUMBERS) for s in (1, 2, -1, -2)]
+    all_of_them = [Exercise(start=start, stride=s) for start in range(NUMBERS) for s in (1, 2, -1, -2)]
     random.Random(0).shuffle(all_of_them)
     return all_of_them
 
 
+def split_exercises() -> tuple[list[Exercise], list[Exercise]]:
+    """The exercises to train on, and those held out."""
+    every = exercises()
+    return [exercise for i, exercise in enumerate(every) if i % _HELD_OUT_EVERY], every[::_HELD_OUT_EVERY]
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A word is a token; the chat template is the usual kind with <start>, <end> around each message."""
-    vocab = {word: i for i, word in enumerate((*_SPECIAL, *_WORDS, *map(str, range(_NUMBERS))))}
+    vocab = {word: i for i, word in enumerate((*_SPECIAL, *_WORDS, *map(str, range(NUMBERS))))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
@@ -93,20 +111,19 @@ def ensure_tiny_target(directory: Path, *, say: Callable[[str], None] = print) -
 
 def _build(directory: Path) -> None:
     tokenizer = build_tokenizer()
-    every = exercises()
-    held_out = every[::_HELD_OUT_EVERY]
-    training = [exercise for i, exercise in enumerate(every) if i % _HELD_OUT_EVERY]
+    training, held_out = split_exercises()
     torch.manual_seed(0)
-    model = _new_model(tokenizer)
-    _teach(model, tokenizer, training)
+    model = new_model(tokenizer)
+    teach(model, tokenizer, training)
     transformers_logging.disable_progress_bar()  # of writing one small file
     model.save_pretrained(directory / "target")
     tokenizer.save_pretrained(directory / "target")
-    _write_conversations(directory / "train.jsonl", training, _answers(model, tokenizer, training))
-    _write_conversations(directory / "held-out.jsonl", held_out, None)
+    write_conversations(directory / "train.jsonl", training, greedy_answers(model, tokenizer, training))
+    write_conversations(directory / "held-out.jsonl", held_out, None)
 
 
-def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """An untrained target, from torch's global random state."""
     config = Qwen3Config(
         vocab_size=_VOCAB_SIZE,
         hidden_size=64,
@@ -126,12 +143,19 @@ def _new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def _teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: Sequence[Exercise]) -> None:
+def teach(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    training: Sequence[Exercise],
+    *,
+    steps: int = 120,
+    lr: float = 4e-3,
+) -> None:
     """Trains the target on the exercises: every conversation has the same length, so no padding and no mask."""
     ids_BS = torch.tensor([_conversation_ids(tokenizer, exercise) for exercise in training])
-    steps, batch = 120, 16
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps, pct_start=0.1)
+    batch = 16
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps, pct_start=0.1)
     generator = torch.Generator().manual_seed(0)
     model.train()
     for _ in range(steps):
@@ -150,7 +174,9 @@ def _conversation_ids(tokenizer: PreTrainedTokenizerFast, exercise: Exercise) ->
 
 
 @torch.inference_mode()
-def _answers(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: Sequence[Exercise]) -> list[str]:
+def greedy_answers(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: Sequence[Exercise]
+) -> list[str]:
     """The target's own greedy answers: all prompts have the same length and go through in one batch."""
     prompts = [[{"role": "user", "content": exercise.prompt}] for exercise in training]
     prompt_BS = torch.tensor(tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False))
@@ -160,7 +186,8 @@ def _answers(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, traini
     return [tokenizer.decode(row, skip_special_tokens=True) for row in answer_BS]
 
 
-def _write_conversations(path: Path, prompts: Sequence[Exercise], answers: Sequence[str] | None) -> None:
+def write_conversations(path: Path, prompts: Sequence[Exercise], answers: Sequence[str] | None) -> None:
+    """Writes JSON Lines; prompts alone where there are no answers."""
     with path.open("w", encoding="utf-8") as file:
         for index, exercise in enumerate(prompts):
             messages = [{"role": "user", "content": exercise.prompt}]

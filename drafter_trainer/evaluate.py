@@ -35,7 +35,7 @@ from drafter_trainer.target_runner import TargetRunner
 from drafter_trainer.types import MicroBatch, TrainBatch, Version
 from drafter_trainer.walk import walk
 
-__all__ = ["EvaluationSettings", "Prompt", "evaluate_acceptance"]
+__all__ = ["EvaluationSettings", "Prompt", "evaluate_acceptance", "walk_references"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,36 @@ def evaluate_acceptance(
     return _Evaluation(model, drafter, prompts, settings).run()
 
 
+def walk_references(
+    drafter: Drafter,
+    head: TargetHead,
+    prompts: Sequence[Sequence[int]],
+    references: Sequence[Reference],
+    *,
+    block_size: int | None = None,
+) -> list[list[Round]]:
+    """Walk the target's own answers, which is what real decoding would do: the rounds of each, in order.
+
+    Args:
+        drafter: In eval mode.
+        head: The head of the target that answered.
+        prompts: Token ids.
+        references: Its answers to them (`batched_answers` with the drafter's taps).
+        block_size: Block length; None for the trained one.
+    """
+    rounds: list[list[Round]] = []
+    waiting: list[tuple[Tensor, Tensor, int]] = []
+    for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True)):
+        ids = torch.tensor([*prompt, *reference.token_ids])
+        # The last token has no state, and none is needed: blocks see what is before their anchor.
+        features = F.pad(reference.features_RC, (0, 0, 0, 1))
+        waiting.append((ids, features, len(prompt)))
+        if sum(len(i) for i, _, _ in waiting) > _MAX_ROWS_PER_WALK or number + 1 == len(references):
+            rounds += walk(drafter, head, _pack(waiting), block_size=block_size)
+            waiting = []
+    return rounds
+
+
 class _Evaluation:
     """One evaluation; its steps are those of the module's docstring."""
 
@@ -110,7 +140,10 @@ class _Evaluation:
         rows = {1, self._settings.batch_size, MANY_ROWS, *(n for size in sizes for n in (size - 1, size))}
         with SkinnyLinear(self._model, self._forms, rows=rows), SkinnyLinear(self._drafter, self._forms, rows=rows):
             references = self._references()
-            simulated = summarise(self._simulate(references), block_size=self._blocks.block_size)
+            prompts = [prompt.token_ids for prompt in self._prompts]
+            size = self._blocks.block_size
+            rounds = walk_references(self._drafter, self._head, prompts, references, block_size=size)
+            simulated = summarise(rounds, block_size=size)
             comparisons = [self._compare(i, r.token_ids) for i, r in enumerate(references)]
             speed = self._speed(lengths, simulated)
         return build_report(
@@ -141,19 +174,6 @@ class _Evaluation:
             batch_size=self._settings.batch_size,
             target_layer_ids=self._tapped.target_layer_ids,
         )
-
-    def _simulate(self, references: Sequence[Reference]) -> list[list[Round]]:
-        rounds: list[list[Round]] = []
-        waiting: list[tuple[Tensor, Tensor, int]] = []
-        for number, (prompt, reference) in enumerate(zip(self._prompts, references, strict=True)):
-            ids = torch.tensor([*prompt.token_ids, *reference.token_ids])
-            # The last token has no state, and none is needed: blocks see what is before their anchor.
-            features = F.pad(reference.features_RC, (0, 0, 0, 1))
-            waiting.append((ids, features, len(prompt.token_ids)))
-            if sum(len(i) for i, _, _ in waiting) > _MAX_ROWS_PER_WALK or number + 1 == len(references):
-                rounds += walk(self._drafter, self._head, _pack(waiting), block_size=self._blocks.block_size)
-                waiting = []
-        return rounds
 
     def _decode(self, index: int, drafter: BlockDrafter | None) -> Decoded:
         prompt, limit = self._prompts[index].token_ids, self._settings.max_new_tokens
