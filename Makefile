@@ -70,9 +70,9 @@ proto: $(DEV) ## Generate the contract's Python code
 generate = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
 
-# Two processes, a file each at a time (its tests share servers), the long files first: both are busy to the end.
+# Three processes on two cores, as tests also wait; a file each at a time (its tests share servers), long files first.
 test: $(DEV) ## Test everything that needs no GPU
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(TESTS) $(PYTEST_ARGS)
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder $(TESTS) $(PYTEST_ARGS)
 
 TESTS := $(wildcard tests/faults tests/integration tests/unit tests/contract)
 

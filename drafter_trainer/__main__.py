@@ -11,6 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+# Threads that wait must sleep, not take the core that the target or another rank needs. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from drafter_trainer.cli.parser import Verb, build_parser
 from drafter_trainer.errors import EXIT_FAILED, EXIT_USER_ERROR, TrainerError, UserError
 from drafter_trainer.logging_setup import setup_logging

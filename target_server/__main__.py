@@ -15,6 +15,8 @@ import uvloop
 
 # Replicas are started by exec: gRPC's fork handlers would only warn about its threads. Read when grpc is imported.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+# For the replicas: threads that wait must sleep, not take the core that a trainer or another replica needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from target_wire.v1 import target_pb2
 

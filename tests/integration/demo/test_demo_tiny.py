@@ -54,7 +54,7 @@ def _command(cache: Path, run_dir: Path, *flags: str) -> list[str]:
 def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A whole run, its directory and what it printed."""
     run_dir = tmp_path_factory.mktemp("demo") / "run"
-    command = _command(cache, run_dir, "--steps", "60", "--prompts", "8")
+    command = _command(cache, run_dir, "--steps", "40", "--prompts", "4")
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return run_dir, done
@@ -75,8 +75,8 @@ def test_drafter_has_learned_and_decoding_stays_exact(
     finished: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     result = _last_line(finished[1])
-    assert result["steps"] == 60
-    assert result["prompts"] == result["prompts_fp32"] == result["identical"] == 8
+    assert result["steps"] == 40
+    assert result["prompts"] == result["prompts_fp32"] == result["identical"] == 4
     assert result["errors"] == 0
     assert result["accept_len"] > 1.0
 
@@ -86,7 +86,7 @@ def test_run_directory_is_a_trainers_and_the_export_a_drafter(
 ) -> None:
     run_dir = finished[0]
     steps = [row["step"] for row in MetricsTail(run_dir / "train/metrics.jsonl").new()]
-    assert steps == list(range(1, 61))
+    assert steps == list(range(1, 41))
     assert (run_dir / "train/checkpoints/latest").exists()
     config = json.loads((run_dir / "drafter/config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -221,3 +222,23 @@ def test_inspect_prints_json(prepared, capsys):
     assert run_cli("inspect", prepared, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["samples"], found["format_version"]) == ("prepared dataset", 12, 1)
+
+
+@pytest.mark.parametrize("program", ["drafter_trainer", "target_server"])
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_sleep_unless_the_environment_wants_them_awake(
+    program: str, given: str | None, expected: str
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    code = (
+        f"import os, sys, {program}.__main__; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | ({"OMP_WAIT_POLICY": given} if given else {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == expected
