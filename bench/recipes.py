@@ -40,6 +40,7 @@ from drafter_trainer.walk import simulate_acceptance
 __all__ = ["main"]
 
 LOSSES = ("ce", "dpace")
+RATES = (1e-3, 3e-3)
 NARROW = {"intermediate_size": 256, "num_attention_heads": 3, "num_key_value_heads": 1}
 MASK_ID = 16  # the demo's: a row of SmolLM2's embedding that was never trained
 
@@ -234,8 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--narrow", action="store_true", help="few heads and small MLPs, for Muon's sake; not the target's last layers")
     add("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="losses to train with (both)")
     add("--seeds", type=int, nargs="+", default=[0, 1], help="of weights, order, anchors and sampled vocabulary (0 1)")
-    add("--adamw-lr", type=float, nargs="*", default=[1e-3], help="its learning rates (1e-3)")
-    add("--muon-lr", type=float, nargs="*", default=[1e-3], help="its learning rates (1e-3)")
+    add("--adamw-lr", type=float, nargs="*", default=RATES, help="its learning rates (1e-3 3e-3)")
+    add("--muon-lr", type=float, nargs="*", default=RATES, help="its learning rates (1e-3 3e-3)")
     given = parser.parse_args(arguments)
     from demo.smollm2 import ensure_smollm2  # noqa: PLC0415 - converting needs torch and gguf
 
