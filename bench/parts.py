@@ -21,6 +21,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "wire": ("bench.wire", "one stream against a raw socket, and its CPU time"),
     "scale": ("bench.scale", "requests of many ranks to many simulated replicas"),
     "step": ("bench.step", "the drafter's forward and backward against a plain reference"),
+    "swap": ("bench.swap", "speed while another checkpoint is read, and the pause of a swap"),
 }
 
 
