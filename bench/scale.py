@@ -143,6 +143,8 @@ def _terms(slots: int, index: int) -> StreamTerms:
         max_batch_tokens=_BATCH_TOKENS,
         slot_count=slots,
         client_name=f"rank-{index}",
+        # Bodies cost nothing here; a buffer for each of 1536 sessions would.
+        shared_memory=False,
     )
 
 

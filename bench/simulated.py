@@ -31,6 +31,7 @@ from target_wire.v1 import target_pb2
 from bench.child import commands, reply
 from target_server.buffers import HostSlot, SlotPool
 from target_server.config import ServerConfig
+from target_server.handover import Handover
 from target_server.metrics import ReplicaMetrics
 from target_server.scheduler import CaptureJob, Scheduler
 from target_server.servicer import Head, ReplicaServicer, build_handler
@@ -176,15 +177,17 @@ def _scheduler(simulated: SimulatedServer, index: int) -> Scheduler:
 
 
 def _servicer(simulated: SimulatedServer, index: int, scheduler: Scheduler) -> ReplicaServicer:
+    config = ServerConfig(
+        limits={"max_session_count": simulated.sessions, "max_outstanding_request_count": 1024},  # type: ignore[arg-type]
+        buffers={"host_slot_count": max(simulated.slots, simulated.sessions + 1)},  # type: ignore[arg-type]
+    )
     return ReplicaServicer(
         served=simulated.served,
         scheduler=scheduler,
         heads=_NoHeads(),
-        config=ServerConfig(
-            limits={"max_session_count": simulated.sessions, "max_outstanding_request_count": 1024},  # type: ignore[arg-type]
-            buffers={"host_slot_count": max(simulated.slots, simulated.sessions + 1)},  # type: ignore[arg-type]
-        ),
+        config=config,
         metrics=ReplicaMetrics(),
+        handover=Handover(config.buffers.shared_memory_bytes),
         replica_index=index,
     )
 

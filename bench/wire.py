@@ -1,13 +1,15 @@
 """Part *wire*: how much of a loopback socket one stream uses, and what a gigabyte costs in CPU time.
 
 One stream of the product between two processes: a server whose forward takes no time (`simulated`) on one core, and a
-rank's client with its receiver process on another. The reference target's rows: five taps of 5120 elements of 2 bytes.
-Interleaved with it, a raw socket and the naive way, each with the same batches, frames, slots and cores. CPU seconds
-are of all processes of both sides, measured over the same bytes.
+rank's client with its receiver process on another, as they come: on one host bodies go through shared memory. The
+reference target's rows: five taps of 5120 elements of 2 bytes. Interleaved with it, the same with bodies on the gRPC
+stream (as between hosts), a raw socket and the naive way, each with the same batches, frames, slots and cores. CPU
+seconds are of all processes of both sides, measured over the same bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -53,12 +55,15 @@ def run(options: Options) -> list[Figure]:
         raw = stack.enter_context(raw_receiver(sizes, cores=server_cores))
         naive = stack.enter_context(naive_sender(sizes, batch_count=count, cores=server_cores))
         rank = stack.enter_context(discarding_rank(server.ready["front"], terms, _WORK))
+        by_grpc = dataclasses.replace(terms, shared_memory=False)
+        grpc_rank = stack.enter_context(discarding_rank(server.ready["front"], by_grpc, _WORK))
         meter = _Meter(terms.max_batch_bytes * count)
         ring = Ring.create(slot_bytes=terms.max_batch_bytes, slot_count=_SLOTS)
-        _warm_up(rank, raw, naive, ring)
+        _warm_up([rank, grpc_rank], raw, naive, ring)
         turns = take_turns(
             {
-                "stream": lambda: meter.stream(server, rank, count),
+                "stream": lambda: meter.stream("stream", server, rank, count),
+                "grpc": lambda: meter.stream("grpc", server, grpc_rank, count),
                 "raw": lambda: meter.raw(raw, count),
                 "naive": lambda: meter.naive(naive, ring.whole()),
             },
@@ -69,9 +74,10 @@ def run(options: Options) -> list[Figure]:
     return [*figures, _many_clients(terms, options)]
 
 
-def _warm_up(rank: DiscardingRank, raw: RawReceiver, naive: Child, ring: Ring) -> None:
+def _warm_up(ranks: Sequence[DiscardingRank], raw: RawReceiver, naive: Child, ring: Ring) -> None:
     """Touches every page once: a ring is used round and round, its first lap is no measure."""
-    rank.fetch([_WORK] * _SLOTS)
+    for rank in ranks:
+        rank.fetch([_WORK] * _SLOTS)
     raw.receive(_SLOTS)
     receive_naively(naive.ready["address"], ring.whole())
 
@@ -81,12 +87,12 @@ class _Meter:
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
-        self.cpu_s_per_gb: dict[str, list[float]] = {"stream": [], "raw": [], "naive": []}
+        self.cpu_s_per_gb: dict[str, list[float]] = {"stream": [], "grpc": [], "raw": [], "naive": []}
 
-    def stream(self, server: Child, rank: DiscardingRank, count: int) -> float:
+    def stream(self, name: str, server: Child, rank: DiscardingRank, count: int) -> float:
         receiver = rank.delivery.receiver_pid
         assert receiver is not None
-        return self._measure("stream", [server.pid, receiver, os.getpid()], lambda: rank.fetch([_WORK] * count))
+        return self._measure(name, [server.pid, receiver, os.getpid()], lambda: rank.fetch([_WORK] * count))
 
     def raw(self, receiver: RawReceiver, count: int) -> float:
         return self._measure("raw", [receiver.sender.pid, os.getpid()], lambda: receiver.receive(count))
@@ -103,12 +109,17 @@ class _Meter:
 
 
 def _figures(turns: list[dict[str, float]], meter: _Meter) -> list[Figure]:
-    stream, raw, naive = ([turn[name] for turn in turns] for name in ("stream", "raw", "naive"))
+    stream, grpc, raw, naive = ([turn[name] for turn in turns] for name in ("stream", "grpc", "raw", "naive"))
     cpu = meter.cpu_s_per_gb
     return [
         figure("wire_ratio", ratios(turns, "stream", "raw"), "x", goal=">= 0.5", note="one stream / raw TCP loopback"),
         figure("wire_cpu_s_per_gb", cpu["stream"], "s/GB", goal="<= 0.9", note="CPU of both sides"),
-        figure("wire_gb_per_s", stream, "GB/s", note="one stream, a core a side"),
+        figure("wire_gb_per_s", stream, "GB/s", note="one stream, a core a side, shared memory"),
+        figure(
+            "wire_grpc_ratio", ratios(turns, "grpc", "raw"), "x", note="bodies on the gRPC stream / raw TCP loopback"
+        ),
+        figure("wire_grpc_cpu_s_per_gb", cpu["grpc"], "s/GB", note="bodies on the gRPC stream"),
+        figure("wire_grpc_gb_per_s", grpc, "GB/s", note="bodies on the gRPC stream"),
         figure("wire_raw_gb_per_s", raw, "GB/s", note="raw TCP loopback, same sizes"),
         figure("wire_raw_cpu_s_per_gb", cpu["raw"], "s/GB", note="raw TCP loopback, same sizes"),
         figure("wire_naive_gb_per_s", naive, "GB/s", note="protobuf, default options"),
@@ -150,5 +161,6 @@ def _server(terms: StreamTerms) -> dict[str, float]:
         "tap_count": len(terms.taps),
         "batch_tokens": terms.max_batch_tokens,
         "sessions": _CLIENTS + 1,
-        "slots": _CLIENTS + 1 + _SLOTS,
+        # Two streams are open and one is used: its fair part of the shared slots is a ring's.
+        "slots": _CLIENTS + 1 + 2 * _SLOTS,
     }

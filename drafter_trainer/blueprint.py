@@ -212,6 +212,7 @@ def stream_terms(config: TrainerConfig, target: Target, *, client_name: str) -> 
         max_batch_tokens=config.batch.max_tokens,
         slot_count=1,
         client_name=client_name,
+        shared_memory=config.target.shared_memory == "auto",
     )
     window, batch = config.target.window_bytes, terms.max_batch_bytes
     if window < batch:

@@ -115,6 +115,8 @@ class BuffersConfig(Section):
     """Which batches are checked against a checksum that the device computed; sampled: one in 16."""
     frame_bytes: int = Field(default=2 << 20, ge=1, le=4 << 20)
     """Aim for the size of a frame's body; frames are cut at token rows."""
+    shared_memory_bytes: int = Field(default=32 << 20, ge=0, le=1 << 30)
+    """Most shared memory for each session whose client is on this host, where frames' bodies then go; 0: none."""
 
 
 class MetricsConfig(Section):

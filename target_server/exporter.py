@@ -32,6 +32,7 @@ _GAUGES = (
     ("running_requests", "running_count", "Requests whose forward or copy runs."),
     ("free_slots", "free_slot_count", "Host slots that hold nothing."),
     ("slots", "slot_count", "Host slots."),
+    ("shared_memory_sessions", "shared_memory_session_count", "Sessions whose bodies go through shared memory."),
     ("lagging_sessions", "lagging_session_count", "Sessions whose latest batch is of an earlier version."),
     ("swap_pause_seconds", "swap_pause_seconds", "Time of the last swap in which no batch was made."),
 )

@@ -123,6 +123,7 @@ def build_plan(config: ServerConfig) -> MemoryPlan:
             len(replicas) * buffers.host_slot_count * slot_bytes
         ),
         "streams (credit is the clients' memory)": len(replicas) * limits.max_session_count * _STREAM_BYTES,
+        "shared memory (clients on this host)": len(replicas) * limits.max_session_count * buffers.shared_memory_bytes,
         "processes (estimate)": _FRONT_BYTES + len(replicas) * _PROCESS_BYTES,
     }
     return MemoryPlan(devices, host, slot_bytes)

@@ -1,8 +1,9 @@
 """A captured batch onto the wire: its header, then frames cut at token rows out of its host slot.
 
-The body is copied once, into the message that gRPC takes; there is no protobuf on it. Credit is spent before a frame
-is handed over, because the client may grant anew the moment it has received it. It must never read a slot that it was
-not handed, and the caller may release the slot when `publish` has returned or raised.
+The body is copied once, into the message that gRPC takes or into the session's shared buffer; there is no protobuf on
+it. Credit is spent before a frame is handed over, because the client may grant anew the moment it has received it.
+It must never read a slot that it was not handed, and the caller may release the slot when `publish` has returned or
+raised.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from target_wire.v1 import target_pb2
 
 from target_server.session import Batch
 
-__all__ = ["build_header", "publish"]
+__all__ = ["Put", "build_header", "publish"]
+
+# Copies a body into the session's shared buffer, waiting for room, and returns its position there.
+Put = Callable[[memoryview], Awaitable[int]]
 
 
 def build_header(batch: Batch, served: ServedTarget, *, replica_index: int, frame_count: int) -> target_pb2.BatchHeader:
@@ -46,6 +50,7 @@ async def publish(
     *,
     replica_index: int,
     frame_bytes: int,
+    put: Put | None = None,
 ) -> None:
     """Sends a batch whose slot the caller owns.
 
@@ -55,6 +60,7 @@ async def publish(
         write: hands one message to the transport and returns when that has taken it.
         replica_index: which replica this is.
         frame_bytes: aim for the size of a frame's body.
+        put: takes the bodies; None: they go with their frames.
     """
     assert batch.slot is not None
     ledger = batch.session.ledger
@@ -63,6 +69,17 @@ async def publish(
     await write(target_pb2.StreamHiddenStatesResponse(batch_header=header).SerializeToString())
     for offset, size in frames:
         body = batch.slot.view[offset : offset + size]
-        message = encode_batch_frame(batch.request_id, offset, crc32c(body), body)
+        checksum = crc32c(body)
+        if put is None:
+            message = encode_batch_frame(batch.request_id, offset, checksum, body)
+        else:
+            message = _shared_frame(batch.request_id, offset, checksum, position=await put(body), size=size)
         ledger.spend(size)
         await write(message)
+
+
+def _shared_frame(request_id: int, offset: int, checksum: int, *, position: int, size: int) -> bytes:
+    frame = target_pb2.SharedFrame(
+        request_id=request_id, offset_bytes=offset, crc32c=checksum, position_bytes=position, size_bytes=size
+    )
+    return target_pb2.StreamHiddenStatesResponse(shared_frame=frame).SerializeToString()

@@ -31,6 +31,7 @@ from target_server.buffers import SlotPool
 from target_server.config import ServerConfig
 from target_server.control import Event, Start, SwapCommand
 from target_server.errors import DeadlineError, UserError
+from target_server.handover import Handover
 from target_server.head import HeadStore
 from target_server.loading import LoadedTarget, load_target
 from target_server.metrics import ReplicaMetrics
@@ -145,7 +146,8 @@ async def serve_replica(start: Start, config: ServerConfig, loaded: LoadedVersio
     metrics = ReplicaMetrics()
     earlier = [VersionRecord.from_json(record) for record in start.earlier]
     heads = HeadStore(loaded.target, loaded.weights, loaded.record, earlier)
-    servicer = _build_servicer(start, config, loaded, scheduler, metrics, heads)
+    handover = Handover(config.buffers.shared_memory_bytes)
+    servicer = _build_servicer(start, config, loaded, scheduler, metrics, heads, handover)
     parts = SwapParts(config, loaded.target, loaded.weights, replica, scheduler, heads, servicer, metrics)
     swap = ReplicaSwap(parts, loaded.record, earlier, send=pipe.send, on_fatal=ending.fail)
     server, port = await _start_server(start, servicer)
@@ -155,9 +157,10 @@ async def serve_replica(start: Start, config: ServerConfig, loaded: LoadedVersio
     replica.start()
     description = _description(config, loaded)
     pipe.send(Event("ready", port=port, description=description, version=loaded.record.to_json()))
-    reporting = asyncio.create_task(_report(config, scheduler, metrics, pipe, ending, swap))
+    reporting = asyncio.create_task(_report(config, scheduler, metrics, handover, pipe, ending, swap))
     await ending.event.wait()
     reporting.cancel()
+    handover.close()
     await swap.close()
     if ending.error is None:
         await _drain(config, servicer, scheduler, server)
@@ -201,6 +204,7 @@ def _build_servicer(
     scheduler: Scheduler,
     metrics: ReplicaMetrics,
     heads: HeadStore,
+    handover: Handover,
 ) -> ReplicaServicer:
     target = loaded.target
     served = ServedTarget(
@@ -219,6 +223,7 @@ def _build_servicer(
         heads=heads,
         config=config,
         metrics=metrics,
+        handover=handover,
         replica_index=start.index,
     )
 
@@ -227,6 +232,7 @@ async def _report(
     config: ServerConfig,
     scheduler: Scheduler,
     metrics: ReplicaMetrics,
+    handover: Handover,
     pipe: Pipe,
     ending: _Ending,
     swap: ReplicaSwap,
@@ -239,6 +245,8 @@ async def _report(
             ending.fail(DeadlineError(f"a forward has run for {running_s:.0f} s (deadlines.forward_timeout_s)"))
         lagging = scheduler.lagging_session_count(swap.current.version)
         stats = metrics.snapshot({**scheduler.snapshot(), "lagging": lagging})
+        stats.shared_memory_session_count = handover.attached_count
+        stats.shared_memory_problem = handover.problem
         pipe.send(Event("stats", stats=json_format.MessageToDict(stats)))
 
 

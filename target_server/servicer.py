@@ -24,8 +24,9 @@ from target_wire.v1 import target_pb2
 
 from target_server.config import ServerConfig
 from target_server.errors import maps_errors
+from target_server.handover import Handover
 from target_server.metrics import ReplicaMetrics
-from target_server.publisher import build_header, publish
+from target_server.publisher import Put, build_header, publish
 from target_server.scheduler import Scheduler
 from target_server.session import Batch, Session
 from target_server.versions import Version
@@ -68,6 +69,7 @@ class ReplicaServicer:
         heads: Heads,
         config: ServerConfig,
         metrics: ReplicaMetrics,
+        handover: Handover,
         replica_index: int,
     ) -> None:
         self._metrics = metrics
@@ -75,6 +77,7 @@ class ReplicaServicer:
         self._scheduler = scheduler
         self._heads = heads
         self._config = config
+        self._handover = handover
         self._replica_index = replica_index
         self._session_keys = itertools.count(1)
         self._refusal: WireError | None = None
@@ -165,8 +168,9 @@ class ReplicaServicer:
         session = self._new_session(terms)
         self._scheduler.add(session)
         try:
+            answer = self._opened(session, shared_memory=message.open.shared_memory)
             await _before(
-                context.write(self._opened(terms).SerializeToString()),
+                context.write(answer.SerializeToString()),
                 self._config.deadlines.write_timeout_s,
                 "the client to take the answer to open",
             )
@@ -199,17 +203,26 @@ class ReplicaServicer:
             self._scheduler.release(batch.slot)
             return
         try:
+            frame_bytes, put = self._body_way(session)
             await publish(
-                batch,
-                self._served,
-                write,
-                replica_index=self._replica_index,
-                frame_bytes=self._config.buffers.frame_bytes,
+                batch, self._served, write, replica_index=self._replica_index, frame_bytes=frame_bytes, put=put
             )
         finally:
             self._scheduler.release(batch.slot)
         session.sent(batch)
         self._count(batch)
+
+    def _body_way(self, session: Session) -> tuple[int, Put | None]:
+        """Returns the size of frames, and what takes their bodies where that is not the stream."""
+        buffer, frame_bytes = session.shared_buffer, self._config.buffers.frame_bytes
+        if buffer is None or not buffer.attached:
+            return frame_bytes, None
+
+        async def put(body: memoryview) -> int:
+            timeout_s = self._config.deadlines.write_timeout_s
+            return await _before(buffer.put(body), timeout_s, "the client to make room in its shared buffer")
+
+        return min(frame_bytes, buffer.largest_body_bytes), put
 
     def _count(self, batch: Batch) -> None:
         self._metrics.sent(
@@ -219,15 +232,17 @@ class ReplicaServicer:
             finite=batch.finite,
         )
 
-    def _opened(self, terms: SessionTerms) -> target_pb2.StreamHiddenStatesResponse:
-        return target_pb2.StreamHiddenStatesResponse(
-            opened=target_pb2.Opened(
-                replica_index=self._replica_index,
-                version=self._version(),
-                bytes_per_token=terms.bytes_per_token,
-                dtype=target_pb2.Dtype.ValueType(terms.dtype.number),
-            )
+    def _opened(self, session: Session, *, shared_memory: bool) -> target_pb2.StreamHiddenStatesResponse:
+        opened = target_pb2.Opened(
+            replica_index=self._replica_index,
+            version=self._version(),
+            bytes_per_token=session.terms.bytes_per_token,
+            dtype=target_pb2.Dtype.ValueType(session.terms.dtype.number),
         )
+        if shared_memory and (offered := self._handover.offer(session.terms)) is not None:
+            session.shared_buffer, offer = offered
+            opened.shared_buffer.CopyFrom(offer)
+        return target_pb2.StreamHiddenStatesResponse(opened=opened)
 
     def _new_session(self, terms: SessionTerms) -> Session:
         self._scheduler.check_room()

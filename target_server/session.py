@@ -29,6 +29,7 @@ from target_wire.v1 import target_pb2
 
 from target_server.buffers import HostSlot
 from target_server.metrics import BatchTimes
+from target_server.shared_buffer import SharedBuffer, hear
 from target_server.versions import Version
 
 __all__ = ["Batch", "BatchStage", "Outgoing", "Session"]
@@ -118,6 +119,7 @@ class Session:
         self.key = key
         self.terms = terms
         self.ledger = CreditLedger(terms.window_bytes)
+        self.shared_buffer: SharedBuffer | None = None
         self._served = served
         self._limits = _Limits(max_outstanding_request_count)
         self._on_change = on_change
@@ -148,6 +150,8 @@ class Session:
                 self._changed()
             case "cancel":
                 self._cancel(message.cancel.request_id)
+            case "shared_buffer_attached" | "shared_buffer_released":
+                hear(self.shared_buffer, message)
             case "open":
                 raise WireError(
                     Code.FAILED_PRECONDITION, Reason.SESSION_ALREADY_OPEN, "open was sent twice; open another stream"
@@ -253,6 +257,8 @@ class Session:
             The slots of batches that were ready and will not be sent; running ones come back by themselves.
         """
         self._closed = True
+        if self.shared_buffer is not None:
+            self.shared_buffer.close()
         self._queue.clear()
         slots = [batch.slot for batch in self._batches.values() if batch.stage is BatchStage.READY and batch.slot]
         self._batches.clear()

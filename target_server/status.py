@@ -202,7 +202,15 @@ def _lines(description: target_pb2.DescribeTargetResponse) -> list[str]:
             f"replica {replica.index} {_state(replica.state)} on {','.join(replica.devices)}, {_endpoint(replica)}, "
             f"{replica.restart_count} restarts"
         )
+        if replica.stats.session_count:
+            lines.append(f"          {_sessions(replica.stats)}")
     return lines
+
+
+def _sessions(stats: target_pb2.ReplicaStats) -> str:
+    """Returns how many sessions there are and which way their hidden states go."""
+    problem = f" (denied: {stats.shared_memory_problem})" if stats.shared_memory_problem else ""
+    return f"{stats.session_count} sessions, {stats.shared_memory_session_count} through shared memory{problem}"
 
 
 def _endpoint(replica: target_pb2.Replica) -> str:

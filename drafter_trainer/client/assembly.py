@@ -71,10 +71,12 @@ class BatchAssembly:
             ProtocolBrokenError: The frame is not the one that has to come next.
         """
         self._check_frame(request_id, offset_bytes, len(body))
-        if crc32c.crc32c(body) != checksum:
-            self._damage = self._damage or f"checksum of the frame at byte {offset_bytes} is wrong"
         if not self._damage:
-            self._body[offset_bytes : offset_bytes + len(body)] = body
+            own = self._body[offset_bytes : offset_bytes + len(body)]
+            own[:] = body
+            # Of the copy: a body in shared memory might, were there a fault, be another one a moment later.
+            if crc32c.crc32c(own) != checksum:
+                self._damage = f"checksum of the frame at byte {offset_bytes} is wrong"
         self._filled_bytes += len(body)
         self._frames += 1
         return self._finish() if self._frames == self._header.frame_count else None

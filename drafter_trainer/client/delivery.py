@@ -291,6 +291,10 @@ class Delivery:
             self._served.told_by_front(header["front"], Version(*header["version"]))
         elif kind == "alive":
             self._say_waiting(header)
+        elif kind == "connected":
+            reason = header["stream_because"]
+            way = f"on the gRPC stream ({reason})" if reason else "through shared memory"
+            logger.info("replica %s: hidden states come %s", header["replica"], way)
         else:
             raise delivery_error(header)
 

@@ -1,8 +1,9 @@
 """Messages between the trainer and its receiver process, over a socket pair.
 
 A message is a length-prefixed JSON object followed by raw bytes (token ids). Trainer to receiver: ``setup``,
-``submit``, ``stop``. Receiver to trainer: ``begun``, ``ready``, ``served``, ``alive``, ``failed``, ``replaced``. Both
-ends are ours and of one version, so there's nothing to negotiate; a malformed message is a bug and raises.
+``submit``, ``stop``. Receiver to trainer: ``connected``, ``begun``, ``ready``, ``served``, ``alive``, ``failed``,
+``replaced``. Both ends are ours and of one version, so there's nothing to negotiate; a malformed message is a bug and
+raises.
 
 Standard library only; the receiver imports this.
 """

@@ -216,6 +216,7 @@ class Receiver:
     def session_opened(self, session: ReplicaSession) -> None:
         """A replica is ready."""
         self._sessions[session.address] = session
+        self._port.send({"kind": "connected", "replica": session.address, "stream_because": session.stream_because})
         self._reasons.clear()  # they are told while nobody serves, and are old news by then
         self._changed.set()
 

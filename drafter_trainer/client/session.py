@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 from target_wire.credits import CreditGrants
-from target_wire.errors import RETRYABLE, FrameError, Reason
+from target_wire.errors import RETRYABLE, FrameError, Reason, WireError
 from target_wire.framing import BatchFrameView, decode_response
 from target_wire.spec import PROTOCOL_VERSION
 from target_wire.v1 import target_pb2 as pb
@@ -26,6 +26,7 @@ from target_wire.v1 import target_pb2 as pb
 from drafter_trainer.client.assembly import BatchAssembly, ProtocolBrokenError, ReceivedBatch
 from drafter_trainer.client.book import Request
 from drafter_trainer.client.failures import reason_of
+from drafter_trainer.client.shared_buffer import AttachedBuffer, NoSharedMemoryError, fetch, wanted_here
 from drafter_trainer.client.terms import Patience, StreamTerms
 
 STREAM_METHOD = "/target_wire.v1.TargetReplicaService/StreamHiddenStates"
@@ -71,6 +72,9 @@ class ReplicaSession:
         owner: Who is told.
         outstanding: Finds a request that this session owes by its id.
         body_of: The slot memory of a request.
+
+    Attributes:
+        stream_because: Why bodies come on the stream; empty when they come through shared memory.
     """
 
     def __init__(
@@ -94,6 +98,8 @@ class ReplicaSession:
         self._outbox: asyncio.Queue[pb.StreamHiddenStatesRequest] = asyncio.Queue()
         self._assembly: BatchAssembly | None = None
         self._replica_index = -1
+        self._shared: AttachedBuffer | None = None
+        self.stream_because = ""
         self._credit = CreditGrants()
         self._heard_s = 0.0
 
@@ -127,6 +133,8 @@ class ReplicaSession:
         except (grpc.aio.AioRpcError, ProtocolBrokenError) as error:
             raise lost_because(error) from error
         finally:
+            if self._shared is not None:
+                self._shared.close()
             call.cancel()
             await self._channel.close()
 
@@ -141,7 +149,20 @@ class ReplicaSession:
             raise ProtocolBrokenError("the first message is not `opened`")
         self._check_opened(message.opened)
         self._replica_index = message.opened.replica_index
+        await self._choose_way(message.opened)
         self._owner.session_opened(self)
+
+    async def _choose_way(self, opened: pb.Opened) -> None:
+        """Takes up shared memory where it is wanted and can be had."""
+        if not self._terms.shared_memory:
+            self.stream_because = "switched off"
+            return
+        try:
+            self._shared = await fetch(opened)
+        except NoSharedMemoryError as reason:
+            self.stream_because = str(reason)
+        else:
+            self._outbox.put_nowait(pb.StreamHiddenStatesRequest(shared_buffer_attached=pb.SharedBufferAttached()))
 
     def _check_opened(self, opened: pb.Opened) -> None:
         if (opened.bytes_per_token, opened.dtype) != (self._terms.row_bytes, self._terms.dtype.number):
@@ -169,7 +190,9 @@ class ReplicaSession:
             message = await self._next_message(call)
             self._heard_s = time.monotonic()
             if isinstance(message, BatchFrameView):
-                self._take_frame(message)
+                self._take_frame(message, message.body)
+            elif message.HasField("shared_frame"):
+                self._take_shared_frame(message.shared_frame)
             else:
                 self._take_control(message)
 
@@ -187,16 +210,28 @@ class ReplicaSession:
         except FrameError as error:
             raise ProtocolBrokenError(f"unreadable message: {error}") from error
 
-    def _take_frame(self, frame: BatchFrameView) -> None:
+    def _take_frame(self, frame: BatchFrameView | pb.SharedFrame, body: memoryview) -> None:
         if self._assembly is None:
             raise ProtocolBrokenError(f"a frame of request {frame.request_id} without a header")
         batch = self._assembly.add(
-            request_id=frame.request_id, offset_bytes=frame.offset_bytes, checksum=frame.crc32c, body=frame.body
+            request_id=frame.request_id, offset_bytes=frame.offset_bytes, checksum=frame.crc32c, body=body
         )
-        self._credit.receive(len(frame.body))
+        self._credit.receive(len(body))
         if batch is not None:
             self._assembly = None
             self._owner.batch_received(self, batch)
+
+    def _take_shared_frame(self, frame: pb.SharedFrame) -> None:
+        if self._shared is None:
+            raise ProtocolBrokenError("a frame in shared memory, which this session has not got")
+        try:
+            body = self._shared.body(frame)
+        except WireError as error:
+            raise ProtocolBrokenError(f"a frame in shared memory: {error.detail}") from error
+        self._take_frame(frame, body)
+        # Only now: the server may write there again as soon as it hears of it.
+        if (released := self._shared.copied(frame)) is not None:
+            self._outbox.put_nowait(released)
 
     def _take_control(self, message: pb.StreamHiddenStatesResponse) -> None:
         kind = message.WhichOneof("message")
@@ -242,6 +277,7 @@ def open_message(terms: StreamTerms) -> pb.Open:
         max_batch_token_count=terms.max_batch_tokens,
         window_bytes=terms.window_bytes,
         client_name=terms.client_name,
+        shared_memory=terms.shared_memory and wanted_here(),
     )
 
 

@@ -28,6 +28,8 @@ class StreamTerms:
     """Batches that fit into the ring: the most that are asked for and not yet consumed."""
     client_name: str = ""
     """Who asks, for the server's logs."""
+    shared_memory: bool = True
+    """Whether bodies may come through shared memory from replicas on this host."""
 
     @property
     def row_bytes(self) -> int:

@@ -97,6 +97,9 @@ class TargetSection(Section):
     """When other weights are served (a swap, or a restart with another checkpoint of the same shape). follow: train on
     with them, each batch with its own version's head; a step may hold both. finish_step_then_follow: the same, but no
     step mixes them; one that would is made again. stop: checkpoint, then end with exit code 2."""
+    shared_memory: Literal["auto", "off"] = "auto"
+    """How features come from replicas on this host. auto: through shared memory where that can be had, at half of the
+    CPU time; off: always on the gRPC stream, as from other hosts."""
     wire_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Element type of the features on the wire; auto takes the target's own."""
     hidden_size: int | None = Field(default=None, ge=1)

@@ -71,6 +71,8 @@ class Reason(StrEnum):
     """`open` was sent twice on one stream."""
     CREDIT_INVALID = "CREDIT_INVALID"
     """A grant went back, or exceeds the window."""
+    SHARED_BUFFER_INVALID = "SHARED_BUFFER_INVALID"
+    """A position in the shared buffer is not the one due, or there is no such buffer."""
 
     SWAP_REFUSED = "SWAP_REFUSED"
     """The checkpoint can't replace the one served; nothing has changed."""

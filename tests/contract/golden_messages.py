@@ -114,6 +114,32 @@ MESSAGES: dict[str, Message] = {
         batch_frame=pb.BatchFrame(request_id=300, offset_bytes=70_000, crc32c=0xDEADBEEF, body=BODY)
     ),
     "stream_batch_frame_first": response(batch_frame=pb.BatchFrame(crc32c=0x01020304, body=BODY[:100])),
+    "stream_open_shared_memory": request(
+        open=pb.Open(protocol_version=1, taps=[1], max_batch_token_count=64, window_bytes=1 << 26, shared_memory=True)
+    ),
+    "stream_opened_shared_buffer": response(
+        opened=pb.Opened(
+            bytes_per_token=2304,
+            dtype=pb.DTYPE_BFLOAT16,
+            shared_buffer=pb.SharedBufferOffer(
+                socket_name="target-server-00c0ffee00c0ffee", token="0123456789abcdef" * 2, size_bytes=1 << 25
+            ),
+        )
+    ),
+    "stream_shared_buffer_attached": request(shared_buffer_attached=pb.SharedBufferAttached()),
+    "stream_shared_buffer_released": request(
+        shared_buffer_released=pb.SharedBufferReleased(released_bytes=(1 << 40) + 1)
+    ),
+    "stream_shared_frame": response(
+        shared_frame=pb.SharedFrame(
+            request_id=300, offset_bytes=70_000, crc32c=0xDEADBEEF, position_bytes=(1 << 40) + 1, size_bytes=2_094_336
+        )
+    ),
+    "describe_response_shared_memory": pb.DescribeTargetResponse(
+        replicas=[
+            pb.Replica(stats=pb.ReplicaStats(shared_memory_session_count=2, shared_memory_problem="no memory")),
+        ],
+    ),
     "capture_request": pb.CaptureHiddenStatesRequest(taps=[0, 29], batch=BATCH),
     "capture_response": pb.CaptureHiddenStatesResponse(header=HEADER, crc32c=0xDEADBEEF, body=BODY),
     "fetch_head_request": pb.FetchHeadRequest(version=VERSION),

@@ -2,7 +2,8 @@
 
 Rows are a pure function of token ids, so a test knows what it must receive. Each request passes through a `Fault`,
 which may change the messages that answer it. Front and replicas run in one thread on ports of their own; credit is
-checked as a real server would.
+checked as a real server would. With `shared_memory` whatever frames a fault has made go to clients that want it through
+the server's own shared buffer, so every fault can be had both ways.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 from target_wire.channel import server_options
+from target_wire.checks import SessionTerms
 from target_wire.credits import CreditLedger
-from target_wire.framing import encode_batch_frame
+from target_wire.errors import FrameError, WireError
+from target_wire.framing import BatchFrameView, decode_response, encode_batch_frame
+from target_wire.spec import DType
 from target_wire.v1 import target_pb2 as pb
+
+from target_server.handover import Handover
+from target_server.shared_buffer import SharedBuffer, hear
 
 HIDDEN_SIZE = 16
 LAYER_COUNT = 4
@@ -112,7 +119,11 @@ class FakeTarget:
         advertise: How a replica's port is written in DescribeTarget.
         port: Of the front; 0 takes a free one.
         digest: Of the weights, as the front says.
+        shared_memory: Whether it is offered; None takes the class's default.
     """
+
+    SHARED_MEMORY_BYTES = 1 << 16
+    shared_memory_by_default = False
 
     def __init__(
         self,
@@ -122,7 +133,12 @@ class FakeTarget:
         advertise: Callable[[int], str] = "127.0.0.1:{}".format,
         port: int = 0,
         digest: str = DIGEST,
+        shared_memory: bool | None = None,
     ) -> None:
+        offers = self.shared_memory_by_default if shared_memory is None else shared_memory
+        self._handover = Handover(self.SHARED_MEMORY_BYTES if offers else 0)
+        self.shared_fault: Callable[[pb.SharedFrame], None] = lambda _frame: None
+        self.shared_frames = 0
         self._port = port
         self._digest = digest
         self.fault = fault
@@ -173,6 +189,7 @@ class FakeTarget:
         return port
 
     async def _stop(self) -> None:
+        self._handover.close()
         await asyncio.gather(*(server.stop(0) for server in self._servers))
         self._servers.clear()
 
@@ -228,27 +245,80 @@ class FakeTarget:
         self.opens.append(opening)
         taps = tuple(opening.taps)
         row_bytes = len(taps) * HIDDEN_SIZE * 4
-        yield opened_message(index, row_bytes)
+        opened = pb.StreamHiddenStatesResponse.FromString(opened_message(index, row_bytes))
+        buffer = self._offer(opening, opened.opened)
+        yield opened.SerializeToString()
         ledger = CreditLedger(opening.window_bytes)
-        async for message in requests:
-            if message.WhichOneof("message") == "credit":
-                ledger.grant(message.credit.granted_bytes)
-                continue
-            asked = self._note(index, message.batch_request, taps)
-            size = len(asked.request.token_ids) * row_bytes
-            if not ledger.reserve(size):
-                self.errors.append(f"request {asked.request.request_id} came without credit")
-                return
-            answer = self.fault(asked, true_messages(asked))
-            # As a real server: a request that fails gives its reservation back.
-            failed = isinstance(answer, list) and is_failed_message(answer[0])
-            (ledger.release if failed else ledger.spend)(size)
-            if isinstance(answer, list):
-                for piece in answer:
-                    yield piece
-            else:
-                async for piece in answer:
-                    yield piece
+        heard: asyncio.Queue[pb.StreamHiddenStatesRequest | None] = asyncio.Queue()
+        hearing = asyncio.create_task(self._hear(requests, buffer, heard))
+        try:
+            while (message := await heard.get()) is not None:
+                if message.WhichOneof("message") == "credit":
+                    ledger.grant(message.credit.granted_bytes)
+                    continue
+                asked = self._note(index, message.batch_request, taps)
+                size = len(asked.request.token_ids) * row_bytes
+                if not ledger.reserve(size):
+                    self.errors.append(f"request {asked.request.request_id} came without credit")
+                    return
+                answer = self.fault(asked, true_messages(asked))
+                # As a real server: a request that fails gives its reservation back.
+                failed = isinstance(answer, list) and is_failed_message(answer[0])
+                (ledger.release if failed else ledger.spend)(size)
+                async for piece in _each(answer):
+                    yield await self._carried(piece, buffer)
+        finally:
+            hearing.cancel()
+            if buffer is not None:
+                buffer.close()
+
+    def _offer(self, opening: pb.Open, opened: pb.Opened) -> SharedBuffer | None:
+        row_bytes = opened.bytes_per_token
+        terms = SessionTerms(tuple(opening.taps), DType.FLOAT32, row_bytes, 0, opening.window_bytes, "")
+        offered = self._handover.offer(terms) if opening.shared_memory else None
+        if offered is None:
+            return None
+        opened.shared_buffer.CopyFrom(offered[1])
+        return offered[0]
+
+    async def _hear(
+        self,
+        requests: AsyncIterator[pb.StreamHiddenStatesRequest],
+        buffer: SharedBuffer | None,
+        heard: asyncio.Queue[pb.StreamHiddenStatesRequest | None],
+    ) -> None:
+        """Acts on what concerns the buffer at once, and passes everything else on."""
+        try:
+            async for message in requests:
+                if (message.WhichOneof("message") or "").startswith("shared_buffer"):
+                    hear(buffer, message)
+                else:
+                    heard.put_nowait(message)
+        except WireError as error:
+            self.errors.append(str(error))
+        finally:
+            heard.put_nowait(None)
+
+    async def _carried(self, piece: bytes, buffer: SharedBuffer | None) -> bytes:
+        """Puts a frame's body into the buffer, where there is one and the body fits; returns what is sent."""
+        if buffer is None or not buffer.attached:
+            return piece
+        try:
+            frame = decode_response(piece)
+        except FrameError:
+            return piece
+        if not isinstance(frame, BatchFrameView) or not 0 < len(frame.body) <= buffer.largest_body_bytes:
+            return piece
+        shared = pb.SharedFrame(
+            request_id=frame.request_id,
+            offset_bytes=frame.offset_bytes,
+            crc32c=frame.crc32c,
+            position_bytes=await buffer.put(frame.body),
+            size_bytes=len(frame.body),
+        )
+        self.shared_fault(shared)
+        self.shared_frames += 1
+        return pb.StreamHiddenStatesResponse(shared_frame=shared).SerializeToString()
 
     def _note(self, index: int, request: pb.BatchRequest, taps: tuple[int, ...]) -> Asked:
         key = tuple(request.token_ids)
@@ -256,6 +326,15 @@ class FakeTarget:
         asked = Asked(index, request, taps, self._attempts[key])
         self.asked.append(asked)
         return asked
+
+
+async def _each(answer: list[bytes] | AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if isinstance(answer, list):
+        for piece in answer:
+            yield piece
+    else:
+        async for piece in answer:
+            yield piece
 
 
 def opened_message(index: int, row_bytes: int) -> bytes:

@@ -30,6 +30,7 @@ from target_wire.v1 import target_pb2 as pb
 from target_server import replica as replica_module
 from target_server.buffers import HostSlot, SlotPool
 from target_server.config import ServerConfig
+from target_server.handover import Handover
 from target_server.metrics import ReplicaMetrics
 from target_server.replica import Replica, allocate_slots, slot_payload_bytes
 from target_server.scheduler import CaptureJob, Scheduler
@@ -211,6 +212,7 @@ class World:
             config=config,
             replica_index=0,
             metrics=ReplicaMetrics(),
+            handover=Handover(0),
         )
         self.clients = [self._client(key, served) for key in range(count)]
 

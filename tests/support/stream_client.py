@@ -6,6 +6,7 @@ wants to. Every wait has a deadline.
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from target_wire.messages import spec_from_message
 from target_wire.spec import PROTOCOL_VERSION
 from target_wire.v1 import target_pb2 as pb
 from target_wire.v1 import target_pb2_grpc
+
+from drafter_trainer.client.shared_buffer import AttachedBuffer, fetch
 
 DEADLINE_S = 60.0
 _METHOD = "/target_wire.v1.TargetReplicaService/StreamHiddenStates"
@@ -52,6 +55,7 @@ class StreamClient:
         )
         self.call = call(iter(self._outgoing.get, None), timeout=deadline_s)
         self._granted = 0
+        self.buffer: AttachedBuffer | None = None
 
     def __enter__(self) -> StreamClient:
         return self
@@ -62,7 +66,7 @@ class StreamClient:
     def open(
         self, taps: Sequence[int], *, max_batch_token_count: int = 64, window_bytes: int = 1 << 24, **fields: object
     ) -> pb.Opened:
-        """Opens the session and returns the server's terms."""
+        """Opens the session and returns the server's terms; with `shared_memory` it takes up what is offered."""
         fields = {"protocol_version": PROTOCOL_VERSION, **fields}
         self.send(
             open=pb.Open(taps=taps, max_batch_token_count=max_batch_token_count, window_bytes=window_bytes, **fields)
@@ -70,6 +74,10 @@ class StreamClient:
         answer = self.read()
         assert isinstance(answer, pb.StreamHiddenStatesResponse)
         assert answer.WhichOneof("message") == "opened", answer
+        assert fields.get("shared_memory") or not answer.opened.HasField("shared_buffer")
+        if answer.opened.HasField("shared_buffer"):
+            self.buffer = asyncio.run(fetch(answer.opened))
+            self.send(shared_buffer_attached=pb.SharedBufferAttached())
         return answer.opened
 
     def grant(self, more_bytes: int) -> None:
@@ -122,17 +130,30 @@ class StreamClient:
         assert spec.nbytes == header.payload_bytes
         body = bytearray()
         for _ in range(header.frame_count):
-            frame = self.read()
-            assert isinstance(frame, BatchFrameView), frame
-            assert frame.request_id == header.request_id
-            assert frame.offset_bytes == len(body)
-            assert frame.crc32c == crc32c(frame.body)
-            body += frame.body
+            body += self.receive_frame(header.request_id, len(body))
         assert len(body) == header.payload_bytes
         return ReceivedBatch(header, tensor_from_buffer(body, spec.dtype, spec.shape))
 
+    def receive_frame(self, request_id: int, offset_bytes: int) -> bytes:
+        """Returns the next frame's body, whichever way it comes."""
+        message = self.read()
+        frame = message if isinstance(message, BatchFrameView) else message.shared_frame
+        assert (frame.request_id, frame.offset_bytes) == (request_id, offset_bytes)
+        if isinstance(frame, BatchFrameView):
+            assert self.buffer is None
+            body = bytes(frame.body)
+        else:
+            assert self.buffer is not None
+            body = bytes(self.buffer.body(frame))
+            if (release := self.buffer.copied(frame)) is not None:
+                self._outgoing.put(release)
+        assert frame.crc32c == crc32c(body)
+        return body
+
     def close(self) -> None:
         """Cancels the stream and closes the channel."""
+        if self.buffer is not None:
+            self.buffer.close()
         self._outgoing.put(None)
         self.call.cancel()
         self._channel.close()

@@ -30,6 +30,7 @@ from demo.programs import ending_with_parent
 from drafter_trainer.config.resolve import resolve_config
 from drafter_trainer.launch import run_training
 from drafter_trainer.prepare import PrepareSettings, open_dataset
+from tests.support.chaos_proxy import HOST as PROXY_HOST
 from tests.support.forking_trainer import ForkedRun
 from tests.support.tiny_tokenizer import conversations, write_jsonl, write_tiny_tokenizer
 
@@ -52,6 +53,8 @@ class TrainingWorld:
         """Command line flags of a small run; `optim__lr=1` changes --optim.lr, None leaves it out."""
         values: dict[str, Any] = {
             "target.addresses": address,
+            # Behind the proxy a server counts as one on another host: nothing may come past it.
+            "target.shared_memory": "off" if PROXY_HOST in address else "auto",
             "target.retry_backoff_s": 0.02,
             "target.retry_backoff_max_s": 0.5,
             "target.wait_timeout_s": 60,

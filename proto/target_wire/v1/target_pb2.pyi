@@ -323,6 +323,8 @@ class ReplicaStats(_message.Message):
     SEND_SECONDS_FIELD_NUMBER: _builtins.int
     LAGGING_SESSION_COUNT_FIELD_NUMBER: _builtins.int
     SWAP_PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_PROBLEM_FIELD_NUMBER: _builtins.int
     batch_count: _builtins.int
     """Batches sent to their end."""
     token_count: _builtins.int
@@ -361,6 +363,10 @@ class ReplicaStats(_message.Message):
     """Time of the last swap's pause: from the end of the last batch before it until batches were made again; 0 before
     the first swap.
     """
+    shared_memory_session_count: _builtins.int
+    """Open sessions now whose bodies go through shared memory."""
+    shared_memory_problem: _builtins.str
+    """Why a session that asked for shared memory was last denied it; empty when none was."""
     def __init__(
         self,
         *,
@@ -382,10 +388,12 @@ class ReplicaStats(_message.Message):
         send_seconds: _builtins.float = ...,
         lagging_session_count: _builtins.int = ...,
         swap_pause_seconds: _builtins.float = ...,
+        shared_memory_session_count: _builtins.int = ...,
+        shared_memory_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_count", b"batch_count", "copy_seconds", b"copy_seconds", "credit_seconds", b"credit_seconds", "failed_count", b"failed_count", "forward_seconds", b"forward_seconds", "free_slot_count", b"free_slot_count", "lagging_session_count", b"lagging_session_count", "nonfinite_count", b"nonfinite_count", "pack_seconds", b"pack_seconds", "queue_seconds", b"queue_seconds", "queued_count", b"queued_count", "running_count", b"running_count", "send_seconds", b"send_seconds", "sent_bytes", b"sent_bytes", "session_count", b"session_count", "slot_count", b"slot_count", "swap_pause_seconds", b"swap_pause_seconds", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_count", b"batch_count", "copy_seconds", b"copy_seconds", "credit_seconds", b"credit_seconds", "failed_count", b"failed_count", "forward_seconds", b"forward_seconds", "free_slot_count", b"free_slot_count", "lagging_session_count", b"lagging_session_count", "nonfinite_count", b"nonfinite_count", "pack_seconds", b"pack_seconds", "queue_seconds", b"queue_seconds", "queued_count", b"queued_count", "running_count", b"running_count", "send_seconds", b"send_seconds", "sent_bytes", b"sent_bytes", "session_count", b"session_count", "shared_memory_problem", b"shared_memory_problem", "shared_memory_session_count", b"shared_memory_session_count", "slot_count", b"slot_count", "swap_pause_seconds", b"swap_pause_seconds", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,6 +598,8 @@ class StreamHiddenStatesRequest(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     BATCH_REQUEST_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    SHARED_BUFFER_ATTACHED_FIELD_NUMBER: _builtins.int
+    SHARED_BUFFER_RELEASED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open:
         """Opens the session; first and once."""
@@ -606,6 +616,14 @@ class StreamHiddenStatesRequest(_message.Message):
     def cancel(self) -> Global___Cancel:
         """Withdraws a request."""
 
+    @_builtins.property
+    def shared_buffer_attached(self) -> Global___SharedBufferAttached:
+        """Takes up the offer of `opened`."""
+
+    @_builtins.property
+    def shared_buffer_released(self) -> Global___SharedBufferReleased:
+        """Frees room in the shared buffer."""
+
     def __init__(
         self,
         *,
@@ -613,12 +631,14 @@ class StreamHiddenStatesRequest(_message.Message):
         credit: Global___Credit | None = ...,
         batch_request: Global___BatchRequest | None = ...,
         cancel: Global___Cancel | None = ...,
+        shared_buffer_attached: Global___SharedBufferAttached | None = ...,
+        shared_buffer_released: Global___SharedBufferReleased | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_request", b"batch_request", "cancel", b"cancel", "credit", b"credit", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_request", b"batch_request", "cancel", b"cancel", "credit", b"credit", "message", b"message", "open", b"open", "shared_buffer_attached", b"shared_buffer_attached", "shared_buffer_released", b"shared_buffer_released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_request", b"batch_request", "cancel", b"cancel", "credit", b"credit", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_request", b"batch_request", "cancel", b"cancel", "credit", b"credit", "message", b"message", "open", b"open", "shared_buffer_attached", b"shared_buffer_attached", "shared_buffer_released", b"shared_buffer_released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "credit", "batch_request", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "credit", "batch_request", "cancel", "shared_buffer_attached", "shared_buffer_released"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -637,6 +657,7 @@ class Open(_message.Message):
     WINDOW_BYTES_FIELD_NUMBER: _builtins.int
     EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
     CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this contract that the client speaks. Another one: FAILED_PRECONDITION with PROTOCOL_MISMATCH."""
     dtype: Global___Dtype.ValueType
@@ -655,6 +676,8 @@ class Open(_message.Message):
     """Who asks, for logs and fairness, e.g. "run-7/rank-0". Empty is allowed; more than 128 characters:
     INVALID_ARGUMENT with BAD_REQUEST.
     """
+    shared_memory: _builtins.bool
+    """Whether the client would take bodies out of shared memory, should it be on the server's host."""
     @_builtins.property
     def taps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Layers whose output is wanted, in the order in which they are concatenated. None, or one twice: INVALID_ARGUMENT
@@ -677,10 +700,11 @@ class Open(_message.Message):
         window_bytes: _builtins.int = ...,
         expected_version: Global___TargetVersion | None = ...,
         client_name: _builtins.str = ...,
+        shared_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected_version", b"expected_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "dtype", b"dtype", "expected_version", b"expected_version", "max_batch_token_count", b"max_batch_token_count", "protocol_version", b"protocol_version", "taps", b"taps", "window_bytes", b"window_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "dtype", b"dtype", "expected_version", b"expected_version", "max_batch_token_count", b"max_batch_token_count", "protocol_version", b"protocol_version", "shared_memory", b"shared_memory", "taps", b"taps", "window_bytes", b"window_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -776,6 +800,52 @@ class Cancel(_message.Message):
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class SharedBufferAttached(_message.Message):
+    """The client has the session's shared buffer in its memory: from the next batch on bodies may come through it. Before it
+    has fetched the buffer, twice, or without an offer: FAILED_PRECONDITION with SHARED_BUFFER_INVALID.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedBufferAttached: _TypeAlias = SharedBufferAttached  # noqa: Y015
+
+@_typing.final
+class SharedBufferReleased(_message.Message):
+    """Bodies that the client has copied out of the shared buffer; the server writes to a byte again only after this. A
+    client that says so once it has copied a quarter of the buffer never stops a server (frames are at most that long).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_BYTES_FIELD_NUMBER: _builtins.int
+    released_bytes: _builtins.int
+    """All bytes given back since the session opened, gaps included: the end of the last body copied, in the count of
+    SharedFrame.position_bytes. Cumulative, so a repeat does no harm. Less than before, or more than was written:
+    FAILED_PRECONDITION with SHARED_BUFFER_INVALID.
+    """
+    def __init__(
+        self,
+        *,
+        released_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released_bytes", b"released_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedBufferReleased: _TypeAlias = SharedBufferReleased  # noqa: Y015
+
+@_typing.final
 class StreamHiddenStatesResponse(_message.Message):
     """A replica's message within a session."""
 
@@ -785,6 +855,7 @@ class StreamHiddenStatesResponse(_message.Message):
     BATCH_HEADER_FIELD_NUMBER: _builtins.int
     BATCH_FAILED_FIELD_NUMBER: _builtins.int
     BATCH_FRAME_FIELD_NUMBER: _builtins.int
+    SHARED_FRAME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened:
         """Answers `open`; first and once."""
@@ -801,6 +872,10 @@ class StreamHiddenStatesResponse(_message.Message):
     def batch_frame(self) -> Global___BatchFrame:
         """A piece of the batch begun last."""
 
+    @_builtins.property
+    def shared_frame(self) -> Global___SharedFrame:
+        """The same, with its body in the shared buffer; only after `shared_buffer_attached`."""
+
     def __init__(
         self,
         *,
@@ -808,12 +883,13 @@ class StreamHiddenStatesResponse(_message.Message):
         batch_header: Global___BatchHeader | None = ...,
         batch_failed: Global___BatchFailed | None = ...,
         batch_frame: Global___BatchFrame | None = ...,
+        shared_frame: Global___SharedFrame | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_failed", b"batch_failed", "batch_frame", b"batch_frame", "batch_header", b"batch_header", "message", b"message", "opened", b"opened"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_failed", b"batch_failed", "batch_frame", b"batch_frame", "batch_header", b"batch_header", "message", b"message", "opened", b"opened", "shared_frame", b"shared_frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_failed", b"batch_failed", "batch_frame", b"batch_frame", "batch_header", b"batch_header", "message", b"message", "opened", b"opened"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_failed", b"batch_failed", "batch_frame", b"batch_frame", "batch_header", b"batch_header", "message", b"message", "opened", b"opened", "shared_frame", b"shared_frame"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "batch_header", "batch_failed", "batch_frame"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "batch_header", "batch_failed", "batch_frame", "shared_frame"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -829,6 +905,7 @@ class Opened(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    SHARED_BUFFER_FIELD_NUMBER: _builtins.int
     replica_index: _builtins.int
     """Index of the replica."""
     bytes_per_token: _builtins.int
@@ -839,6 +916,10 @@ class Opened(_message.Message):
     def version(self) -> Global___TargetVersion:
         """The version served at this moment."""
 
+    @_builtins.property
+    def shared_buffer(self) -> Global___SharedBufferOffer:
+        """Where a client on the same host finds memory for bodies; not set: all bodies come on the stream."""
+
     def __init__(
         self,
         *,
@@ -846,14 +927,50 @@ class Opened(_message.Message):
         version: Global___TargetVersion | None = ...,
         bytes_per_token: _builtins.int = ...,
         dtype: Global___Dtype.ValueType = ...,
+        shared_buffer: Global___SharedBufferOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shared_buffer", b"shared_buffer", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_token", b"bytes_per_token", "dtype", b"dtype", "replica_index", b"replica_index", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_token", b"bytes_per_token", "dtype", b"dtype", "replica_index", b"replica_index", "shared_buffer", b"shared_buffer", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Opened: _TypeAlias = Opened  # noqa: Y015
+
+@_typing.final
+class SharedBufferOffer(_message.Message):
+    """Where to fetch the descriptor of a session's shared buffer. Who can do so is on the server's host, in its network
+    namespace; who can't just does not send `shared_buffer_attached`. The memory exists from then until the session ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKET_NAME_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    socket_name: _builtins.str
+    """Name of a Unix seqpacket socket in Linux's abstract namespace, without the zero byte in front. Who
+    connects and sends `token` is sent one message: one zero byte with the descriptor of the memory, to be mapped for
+    reading and sealed against shrinking; or, without a descriptor, why there is none (UTF-8).
+    """
+    token: _builtins.str
+    """32 random hex digits, this session's; sent as ASCII."""
+    size_bytes: _builtins.int
+    """Size S of the memory; a body never goes past its end."""
+    def __init__(
+        self,
+        *,
+        socket_name: _builtins.str = ...,
+        token: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size_bytes", b"size_bytes", "socket_name", b"socket_name", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedBufferOffer: _TypeAlias = SharedBufferOffer  # noqa: Y015
 
 @_typing.final
 class BatchHeader(_message.Message):
@@ -873,7 +990,7 @@ class BatchHeader(_message.Message):
     payload_bytes: _builtins.int
     """Bytes of the body: the product of the shape and the element size."""
     frame_count: _builtins.int
-    """Number of batch_frame messages that follow."""
+    """Number of batch_frame or shared_frame messages that follow."""
     finite: _builtins.bool
     """False when any element is NaN or infinite; such a batch must not be trained."""
     replica_index: _builtins.int
@@ -938,6 +1055,46 @@ class BatchFrame(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BatchFrame: _TypeAlias = BatchFrame  # noqa: Y015
+
+@_typing.final
+class SharedFrame(_message.Message):
+    """A piece of a batch's body that lies in the session's shared buffer. The first body is at position 0, each next one
+    where the one before ends, or at the next multiple of S where it would go past the buffer's end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    POSITION_BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """As in BatchFrame."""
+    offset_bytes: _builtins.int
+    """As in BatchFrame."""
+    crc32c: _builtins.int
+    """CRC-32C (Castagnoli) of the body; to be compared with that of the client's own copy."""
+    position_bytes: _builtins.int
+    """Where the body starts, counted in bytes since the session opened, gaps included; in memory at this modulo S."""
+    size_bytes: _builtins.int
+    """Bytes of the body: whole token rows, at most S / 4."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        offset_bytes: _builtins.int = ...,
+        crc32c: _builtins.int = ...,
+        position_bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "offset_bytes", b"offset_bytes", "position_bytes", b"position_bytes", "request_id", b"request_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedFrame: _TypeAlias = SharedFrame  # noqa: Y015
 
 @_typing.final
 class BatchFailed(_message.Message):

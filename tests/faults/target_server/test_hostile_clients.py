@@ -20,6 +20,7 @@ from target_server.config import ModelConfig
 from target_server.loading import LoadedTarget, load_target
 from tests.support.replica_thread import RunningReplica, running_replica
 from tests.support.served_targets import some_ids, write_target
+from tests.support.shared_memory import shared_memory_of
 from tests.support.stream_client import StreamClient, reason_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -34,12 +35,13 @@ KILLED_CLIENT = f"""
 import sys, time
 from tests.support.stream_client import StreamClient
 client = StreamClient(sys.argv[1])
-client.open([0, 3], max_batch_token_count={TOKENS}, window_bytes={WINDOW_BYTES})
+shared_memory = sys.argv[2] == "shared-memory"
+client.open([0, 3], max_batch_token_count={TOKENS}, window_bytes={WINDOW_BYTES}, shared_memory=shared_memory)
 client.grant({WINDOW_BYTES})
 for request_id in range(12):
     client.request(request_id, [[1] * 256] * {TOKENS // 256})
 assert client.read().WhichOneof("message") == "batch_header"
-assert len(client.read().body) > 1000
+assert len(client.receive_frame(0, 0)) > 1000
 print("in mid-batch", flush=True)
 time.sleep(100)
 """
@@ -59,8 +61,9 @@ def replica(target: LoadedTarget) -> Iterator[RunningReplica]:
 
 
 def _assert_nothing_leaked(replica: RunningReplica) -> None:
-    """No session, job, slot or credit is left, and every session that the limits allow can work at once."""
+    """No session, job, slot, credit or shared memory is left, and all sessions that the limits allow work at once."""
     replica.wait_for(sessions=0, in_flight=0, slots_free=SLOTS)
+    assert shared_memory_of("self") == []
     with ExitStack() as stack:
         clients = [stack.enter_context(StreamClient(replica.address)) for _ in range(SESSIONS)]
         for client in clients:
@@ -72,8 +75,9 @@ def _assert_nothing_leaked(replica: RunningReplica) -> None:
     replica.wait_for(sessions=0, in_flight=0, slots_free=SLOTS)
 
 
-def test_client_killed_in_mid_frame_leaves_nothing_behind(replica: RunningReplica) -> None:
-    command = [sys.executable, "-c", KILLED_CLIENT, replica.address]
+@pytest.mark.parametrize("way", ["stream", "shared-memory"])
+def test_client_killed_in_mid_frame_leaves_nothing_behind(way: str, replica: RunningReplica) -> None:
+    command = [sys.executable, "-c", KILLED_CLIENT, replica.address, way]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as client:
         try:
             assert client.stdout is not None
@@ -81,6 +85,7 @@ def test_client_killed_in_mid_frame_leaves_nothing_behind(replica: RunningReplic
             # The transport takes no more: the server waits in the middle of a batch when the client dies.
             replica.wait_for(sessions=1, in_flight=0)
             assert replica.on_loop(replica.scheduler.snapshot)["slots_sending"] > 0
+            assert bool(shared_memory_of("self")) == (way == "shared-memory")
         finally:
             client.kill()
     _assert_nothing_leaked(replica)

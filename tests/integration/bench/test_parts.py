@@ -38,7 +38,9 @@ def test_wire_and_scale_give_every_figure_and_leave_no_process_behind(tmp_path: 
     assert ended.returncode == 0, ended.stderr
     results = json.loads(output.read_text())
     assert json.loads(ended.stdout.splitlines()[-1]) == results
-    assert {"wire_ratio", "wire_cpu_s_per_gb", "scale_efficiency"} <= set(results)
+    assert {"wire_ratio", "wire_cpu_s_per_gb", "wire_grpc_ratio", "wire_grpc_cpu_s_per_gb", "scale_efficiency"} <= set(
+        results
+    )
     for name, item in results.items():
         if name not in ("machine", "commit"):
             assert 0 < item["low"] <= item["value"] <= item["high"], name

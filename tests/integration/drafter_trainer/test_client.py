@@ -21,6 +21,7 @@ from drafter_trainer.client.delivery import Delivery
 from drafter_trainer.client.terms import Patience, StreamTerms
 from drafter_trainer.errors import BatchFailedError, TargetUnavailableError
 from tests.support.fake_target import HIDDEN_SIZE, Abort, Asked, FakeTarget, expected_rows, failed_message
+from tests.support.shared_memory import shared_memory_of
 
 TAPS = (2, 0)
 PATIENCE = Patience(
@@ -36,6 +37,14 @@ TERMS = StreamTerms(
     taps=TAPS, hidden_size=HIDDEN_SIZE, dtype=DType.FLOAT32, max_batch_tokens=64, slot_count=3, client_name="test"
 )
 BATCHES = [tuple((17 * b + i) % 320 for i in range(5 + 7 * b % 60)) for b in range(12)]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["stream", "shared-memory"])
+def shared_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whatever a server does wrong, it does either way; and no memory is left of it."""
+    monkeypatch.setattr(FakeTarget, "shared_memory_by_default", request.param)
+    yield request.param
+    assert shared_memory_of("self") == []
 
 
 def receive(target: FakeTarget, batches: Sequence[Sequence[int]] = BATCHES) -> list[Any]:
@@ -73,9 +82,10 @@ def first_attempt(fault: Any, *, of: int = 4) -> Any:
     return apply
 
 
-def test_batches_come_in_plan_order_and_credit_is_never_exceeded_with_three_replicas() -> None:
+def test_batches_come_in_plan_order_and_credit_is_never_exceeded_with_three_replicas(shared_memory: bool) -> None:
     with FakeTarget(replicas=3) as target:
         slots = receive(target)
+    assert (target.shared_frames == 3 * len(BATCHES)) == shared_memory
     assert {slot.replica_index for slot in slots} == {0, 1, 2}
 
 

@@ -19,6 +19,7 @@ from target_wire.v1 import target_pb2 as pb
 from target_server import replica_pipe
 from target_server.config import ServerConfig
 from target_server.errors import ReplicaStartError
+from target_server.handover import Handover
 from target_server.metrics import ReplicaMetrics
 from target_server.servicer import ReplicaServicer
 from target_server.supervisor import Supervisor
@@ -46,6 +47,7 @@ class DeafContext:
 def servicer(bench: Bench) -> ReplicaServicer:
     head = SimpleNamespace(describe=pb.HeadDescription)
     return ReplicaServicer(
+        handover=Handover(0),
         served=SERVED,
         scheduler=bench.scheduler,
         heads=SimpleNamespace(open=lambda _version: head),  # type: ignore[arg-type]
