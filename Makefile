@@ -81,7 +81,7 @@ soak: $(DEV) ## Repeat the fault runs with N new seeds, stall a client for a min
 		tests/faults/drafter_trainer/test_swap_storm.py \
 		tests/faults/target_server/test_stalled_client.py \
 		tests/faults/target_server/test_swaps_under_fire.py \
-		tests/unit/drafter_trainer/test_recipes.py \
+		tests/unit/drafter_trainer/test_recipes.py tests/integration/demo/test_demo_tiny.py \
 		tests/integration/bench/test_recovery.py $(PYTEST_ARGS)
 
 test-gpu: $(DEV) ## Test what needs a CUDA device

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from target_wire.channel import tune_malloc
+from target_wire.imports import quick_imports
 
 from target_server.control import MAX_LINE_BYTES, Event, Start, SwapCommand, encode_line
 
@@ -92,7 +93,8 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s replica-{start.index} %(levelname)s %(name)s: %(message)s"
     )
-    from target_server.replica_server import run_replica  # noqa: PLC0415 - torch and gRPC only now
+    with quick_imports():
+        from target_server.replica_server import run_replica  # noqa: PLC0415 - torch and gRPC only now
 
     return run_replica(start, pipe)
 

@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from target_wire.channel import server_options
 from target_wire.checks import ServedTarget
 from target_wire.errors import Code, Reason, WireError
+from target_wire.imports import quick_imports
 from target_wire.spec import PROTOCOL_VERSION
 from target_wire.v1 import target_pb2
 
@@ -116,7 +117,8 @@ def _load(start: Start) -> tuple[ServerConfig, LoadedVersion]:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest") as pool:
         digesting = pool.submit(weights_digest, path)
         torch.set_num_threads(start.num_threads)
-        target = load_target(config.model.model_copy(update={"path": path}), start.devices)
+        with quick_imports():  # the model's own module is one of hundreds, and imported by its name
+            target = load_target(config.model.model_copy(update={"path": path}), start.devices)
         weights = map_weights(target, path)
         digest = digesting.result()
     # Files that were replaced since the front wrote down their digest are another version.

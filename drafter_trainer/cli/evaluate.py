@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from target_wire.imports import quick_imports
+
 from drafter_trainer.cli.export import load_checkpoint, target_text, trained_for
 from drafter_trainer.cli.settings import read_settings, require
 from drafter_trainer.config import TrainerConfig
@@ -78,10 +80,11 @@ def read_prompts(config: TrainerConfig) -> list[Prompt]:
 
 def measure(config: TrainerConfig, prompts: Sequence[Prompt]) -> tuple[AcceptanceReport, dict[str, Any] | None]:
     """Loads target and drafter, and measures; returns the report, and which target the drafter was trained for."""
-    import torch  # noqa: PLC0415 - after everything that can be wrong with the options
+    with quick_imports():  # after everything that can be wrong with the options
+        import torch  # noqa: PLC0415
 
-    from drafter_trainer.devices import resolve_compute_dtype, resolve_device, resolve_num_threads  # noqa: PLC0415
-    from drafter_trainer.evaluate import EvaluationSettings, evaluate_acceptance  # noqa: PLC0415
+        from drafter_trainer.devices import resolve_compute_dtype, resolve_device, resolve_num_threads  # noqa: PLC0415
+        from drafter_trainer.evaluate import EvaluationSettings, evaluate_acceptance  # noqa: PLC0415
 
     torch.set_num_threads(resolve_num_threads(config.run.num_threads, processes_here=1))
     try:
@@ -163,13 +166,15 @@ def _speed(tokens_per_s: float | None) -> str:
 
 
 def _load_target(config: TrainerConfig, device: Any, dtype: Any) -> Any:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+    with quick_imports():
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415
+        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
     disable_progress_bar()
     directory = config.evaluate.target_model
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        with quick_imports():  # the model's own module
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise UserError("evaluate.target_model", directory, f"can't be loaded ({reason})") from error

@@ -12,6 +12,8 @@ import os
 from collections.abc import Sequence
 from itertools import islice
 
+from target_wire.imports import quick_imports
+
 from drafter_trainer.cli.prepare import open_with_progress
 from drafter_trainer.cli.settings import plan_settings, read_settings, require, total_steps
 from drafter_trainer.config import TrainerConfig, default_gamma
@@ -48,7 +50,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if config.run.dir is not None:
         check_run_dir(config)
     if not options.dry_run:
-        check_device(config)
+        with quick_imports():
+            check_device(config)
     dataset = open_with_progress(config)
     check_longest_sample(dataset, max_tokens=config.batch.max_tokens)
     check_drafter(config, dataset)
@@ -56,7 +59,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         print(dry_run(config, dataset, num_ranks=planned_ranks(options)), end="")
         return EXIT_DONE
     # Loads torch: everything above is told before.
-    from drafter_trainer.launch import run_training  # noqa: PLC0415
+    with quick_imports():
+        from drafter_trainer.launch import run_training  # noqa: PLC0415
 
     run_training(config, dataset=dataset)
     return EXIT_DONE

@@ -1,6 +1,7 @@
 """Swaps back and forth under a run of two ranks, while replicas, the front and the trainers are killed (I1, I3, I6).
 
-Real processes, kill -9. A short form runs in `make test`; `make soak N=...` swaps 20 times, with N new seeds.
+Real processes, kill -9. For `make soak N=...`, which swaps 20 times, with N new seeds; `make test` has the parts:
+test_swap.py, test_unbroken.py and the server's test_swaps_under_fire.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from tests.faults.drafter_trainer.test_swap import Family
 from tests.support.forking_trainer import ForkedRun, ForkingTrainer
+from tests.support.soak import soak_only
 from tests.support.swap_oracle import digests_by_position, replay
 from tests.support.swapping import swap
 from tests.support.target_variants import scaled, write_variant
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 SOAK_RUNS = int(os.environ.get("SOAK", "0"))
 SEEDS = [1] if SOAK_RUNS == 0 else [time.time_ns() % 10**6 + index for index in range(SOAK_RUNS)]
-SWAPS = 20 if SOAK_RUNS else 4
+SWAPS = 20
 STEPS = 40 * SWAPS
 RANKS = 2
 WAIT_S = 300.0
@@ -155,19 +157,18 @@ def storm(training_world: TrainingWorld, forking: ForkingTrainer, tmp_path: Path
         storm.server.stop()
 
 
+@soak_only
 def test_a_run_through_swaps_and_kills_learns_what_each_version_made(storm: Storm) -> None:  # cases 86, 104, 105, 107
     kills: list[Callable[[], None]] = [storm.kill_replica, storm.kill_front, storm.kill_trainer]
-    moments = storm.chance.sample(range(SWAPS), len(kills))  # each at least once; in the long form others too
+    moments = storm.chance.sample(range(SWAPS), len(kills))  # each at least once, others by chance
     after = dict(zip(moments, kills, strict=True))
     names = ["layer", "ends", "one"]
     storm.go_on(3)
     for number in range(SWAPS):
         storm.swap_to(names[number % len(names)])
         storm.go_on(storm.chance.randint(1, 6))
-        kill = storm.chance.choice([*kills, lambda: None]) if number not in after and SOAK_RUNS else after.get(number)
-        if kill is not None:
-            kill()
-            storm.go_on(storm.chance.randint(1, 6))
+        (after.get(number) or storm.chance.choice([*kills, lambda: None]))()
+        storm.go_on(storm.chance.randint(1, 6))
     assert [trainer.wait(WAIT_S) for trainer in storm.trainers] == [0] * RANKS, storm.trainers[0].text()
     digests = digests_by_position(storm.run_dir, num_ranks=RANKS)  # I1
     assert len(digests) == RANKS * STEPS

@@ -15,6 +15,7 @@ import torch
 from tests.support.served_targets import some_ids, write_target
 from tests.support.server_process import ServerProcess, is_alive, running_server, wait_until
 from tests.support.shared_memory import shared_memory_of
+from tests.support.soak import soak_only
 from tests.support.stream_client import StreamClient
 
 # Memory stops growing within the first second; STALL_S=60 for the long run.
@@ -31,7 +32,9 @@ TRANSPORT_BYTES = 25_000_000
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize("shared_memory", [False, True], ids=["stream", "shared-memory"])
+@pytest.mark.parametrize(
+    "shared_memory", [pytest.param(False, marks=soak_only, id="stream"), pytest.param(True, id="shared-memory")]
+)
 def test_stalled_client_stops_forwards_and_bounds_memory(shared_memory: bool, tmp_path: Path) -> None:
     checkpoint = write_target(tmp_path / "checkpoint", "llama")
     flags = ["--limits.max_batch_token_count", str(TOKENS), "--limits.max_tap_count", "2"]

@@ -23,13 +23,14 @@ from target_wire.v1 import target_pb2 as pb
 from target_server.versions import weights_digest
 from tests.support.served_targets import some_ids, write_target
 from tests.support.server_process import START_TIMEOUT_S, ServerProcess, running_server, wait_until
+from tests.support.soak import soak_only
 from tests.support.stream_client import reason_of
 from tests.support.swapping import Load, loaded, swap
 from tests.support.target_variants import Oracle, scaled, write_variant
 
 SOAK_RUNS = int(os.environ.get("SOAK", "0"))
 SEEDS = [1] if SOAK_RUNS == 0 else [time.time_ns() % 10**6 + index for index in range(SOAK_RUNS)]
-SWAPS = 5 if SOAK_RUNS == 0 else 20
+SWAPS = 4 if SOAK_RUNS == 0 else 20
 pytestmark = pytest.mark.timeout(900)
 
 TAP = 4
@@ -126,8 +127,8 @@ MOMENTS: dict[str, Callable[[pb.SwapTargetResponse], bool]] = {
 }
 
 
-# Two starts of a server each: the second moment is for `make soak`.
-@pytest.mark.parametrize("moment", MOMENTS if SOAK_RUNS else ["reading"])
+@soak_only
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_front_killed_during_a_swap_comes_back_with_one_version(moment: str, models: Models, tmp_path: Path) -> None:
     # I8: the old one or the new one on every replica, whatever the state file said at that moment.
     flags = (*FLAGS, "--swap.state_file", str(tmp_path / "state"))

@@ -6,7 +6,6 @@ Real processes: a minute of training each on two cores, so it is for `make soak`
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.soak import soak_only
+
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT_S = 900
 
 
-@pytest.mark.skipif(not os.environ.get("SOAK"), reason="two minutes; run by `make soak`")
+@soak_only
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_acceptance_against_the_new_target_drops_at_the_swap_and_comes_back(tmp_path: Path) -> None:
     chart = tmp_path / "chart.svg"

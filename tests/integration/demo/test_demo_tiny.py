@@ -20,6 +20,7 @@ from demo.programs import ending_with_parent
 from demo.progress import MetricsTail
 from demo.recipe import CHECKOUT
 from demo.tiny import ensure_tiny_target
+from tests.support.soak import soak_only
 
 FIRST_KEYS = [
     "accept_len",
@@ -97,6 +98,7 @@ def test_no_program_outlives_the_demo(finished: tuple[Path, subprocess.Completed
     assert not _processes_of(finished[0])
 
 
+@soak_only
 def test_an_interrupted_demo_stops_both_programs(cache: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with _running(_command(cache, run_dir, "--steps", "100000")) as demo:
@@ -107,6 +109,7 @@ def test_an_interrupted_demo_stops_both_programs(cache: Path, tmp_path: Path) ->
     assert not _processes_of(run_dir)
 
 
+@soak_only
 def test_a_killed_server_ends_the_demo_with_its_log(cache: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with _running(_command(cache, run_dir, "--steps", "100000")) as demo:
