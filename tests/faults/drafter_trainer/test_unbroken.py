@@ -74,6 +74,18 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         time.sleep(0.02)
 
 
+def serving_pids(server: Server) -> list[int]:
+    """Waits until at least one replica serves; a second look might find none again."""
+    pids: list[int] = []
+
+    def some() -> bool:
+        pids[:] = server.serving_pids()
+        return bool(pids)
+
+    wait_until(some)
+    return pids
+
+
 def at_random_steps(run: ForkedRun, run_dir: Path, seed: int, *, times: int) -> Iterator[int]:
     """Yields when the run reaches each of `times` random steps."""
     for step in sorted(random.Random(seed).sample(range(2, STEPS - 10), times)):
@@ -136,8 +148,7 @@ def test_replicas_killed_five_times(
     ):
         run = trainers.start(run_flags(training_world, proxy.address, tmp_path / "run"))
         for _ in at_random_steps(run, tmp_path / "run", seed, times=KILLS):
-            wait_until(lambda: bool(server.serving_pids()))
-            pid = chance.choice(server.serving_pids())
+            pid = chance.choice(serving_pids(server))
             os.kill(pid, signal.SIGKILL)
             killed.add(pid)
         assert_ends_like(run, tmp_path / "run", reference)
