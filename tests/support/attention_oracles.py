@@ -9,9 +9,15 @@ from torch import Tensor
 from drafter_trainer.attention_rules import BlockLayout, Visibility
 from tests.support.dense_reference import dense_mask
 
-__all__ = ["Inputs", "attend_by_sdpa", "attend_per_anchor", "random_inputs"]
+__all__ = ["Inputs", "assert_equals_oracles", "attend_by_sdpa", "attend_per_anchor", "layout_of", "random_inputs"]
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def layout_of(lengths: tuple[int, ...], blocks: list[tuple[int, int]], block_size: int) -> BlockLayout:
+    """The layout of blocks given as (document, position)."""
+    document, position = (torch.tensor(part, dtype=torch.int64) for part in zip(*blocks, strict=True))
+    return BlockLayout(lengths, document, position, block_size)
 
 
 def random_inputs(
@@ -56,6 +62,17 @@ def attend_per_anchor(inputs: Inputs, layout: BlockLayout, visibility: Visibilit
             value = torch.cat([vc[seen.start : seen.stop], vb[own.start : own.stop]])
             out.append(_one_query(q[number * size + slot], key, value))
     return torch.stack(out)
+
+
+def assert_equals_oracles(output: Tensor, inputs: Inputs, layout: BlockLayout, visibility: Visibility) -> None:
+    """Holds an output, and its gradients for all inputs, against both."""
+    upstream = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, inputs, upstream)
+    for oracle in (attend_by_sdpa, attend_per_anchor):
+        expected = oracle(inputs, layout, visibility)
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+        for a, b in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5 * max(1.0, float(b.abs().max())), rtol=1e-5)
 
 
 def _one_query(q_NH: Tensor, key_SMH: Tensor, value_SMH: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 
 from tests.faults.drafter_trainer.test_swap import Family
 from tests.support.forking_trainer import ForkedRun, ForkingTrainer
-from tests.support.soak import soak_only
+from tests.support.soak import FAULT_SEEDS, soak_only
 from tests.support.swap_oracle import digests_by_position, replay
 from tests.support.swapping import swap
 from tests.support.target_variants import scaled, write_variant
@@ -30,8 +30,6 @@ from tests.support.training_world import Server, TrainingWorld, final_state, rea
 
 pytestmark = pytest.mark.timeout(1800)
 
-SOAK_RUNS = int(os.environ.get("SOAK", "0"))
-SEEDS = [1] if SOAK_RUNS == 0 else [time.time_ns() % 10**6 + index for index in range(SOAK_RUNS)]
 SWAPS = 20
 STEPS = 40 * SWAPS
 RANKS = 2
@@ -126,7 +124,7 @@ class Storm:
         self.start_trainers()
 
 
-@pytest.fixture(params=SEEDS)
+@pytest.fixture(params=FAULT_SEEDS)
 def seed(request: pytest.FixtureRequest) -> int:
     """Seed of what happens when; shown when the test fails."""
     print(f"seed {request.param}")

@@ -22,6 +22,7 @@ import pytest
 
 from tests.support.chaos_proxy import ChaosProxy
 from tests.support.forking_trainer import ForkedRun, ForkingTrainer
+from tests.support.soak import FAULT_SEEDS
 from tests.support.training_world import Server, TrainingWorld, assert_same_run, final_state, read_records
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,7 +33,6 @@ DELAY_S = 0.004
 KILLS = 5
 # Between two system calls of writing a checkpoint; tests/unit/drafter_trainer/test_checkpoint.py has every single one.
 CHECKPOINT_PHASES = ("files", "manifest", "synced", "renamed", "latest", "pruned")
-SEEDS = [int(seed) for seed in os.environ["FAULT_SEEDS"].split(",")]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def reference(
     return final_state(run_dir)
 
 
-@pytest.fixture(params=SEEDS, ids="seed {}".format)
+@pytest.fixture(params=FAULT_SEEDS, ids="seed {}".format)
 def seed(request: pytest.FixtureRequest) -> int:
     """Seed of what happens when."""
     return int(request.param)

@@ -23,14 +23,12 @@ from target_wire.v1 import target_pb2 as pb
 from target_server.versions import weights_digest
 from tests.support.served_targets import some_ids, write_target
 from tests.support.server_process import START_TIMEOUT_S, ServerProcess, running_server, wait_until
-from tests.support.soak import soak_only
+from tests.support.soak import FAULT_SEEDS, SOAKS, soak_only
 from tests.support.stream_client import reason_of
 from tests.support.swapping import Load, loaded, swap
 from tests.support.target_variants import Oracle, scaled, write_variant
 
-SOAK_RUNS = int(os.environ.get("SOAK", "0"))
-SEEDS = [1] if SOAK_RUNS == 0 else [time.time_ns() % 10**6 + index for index in range(SOAK_RUNS)]
-SWAPS = 4 if SOAK_RUNS == 0 else 20
+SWAPS = 20 if SOAKS else 4
 pytestmark = pytest.mark.timeout(900)
 
 TAP = 4
@@ -83,7 +81,7 @@ def assert_whole(loads: list[Load], models: Models) -> dict[int, str]:
     return seen
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", FAULT_SEEDS)
 def test_swaps_with_replicas_killed_at_random_moments(seed: int, models: Models, tmp_path: Path) -> None:
     chance = random.Random(seed)
     ended: dict[int, str] = {1: models.digests[0]}

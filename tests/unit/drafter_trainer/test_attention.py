@@ -10,14 +10,9 @@ from torch import Tensor
 
 from drafter_trainer import attention
 from drafter_trainer.attention import BlockLayout, Visibility, attend
-from tests.support.attention_oracles import attend_by_sdpa, attend_per_anchor, random_inputs
+from tests.support.attention_oracles import assert_equals_oracles, layout_of, random_inputs
 from tests.support.dense_reference import dense_mask
 from tests.support.drafters import layouts
-
-
-def layout_of(lengths: tuple[int, ...], blocks: list[tuple[int, int]], block_size: int) -> BlockLayout:
-    document, position = (torch.tensor(part, dtype=torch.int64) for part in zip(*blocks, strict=True))
-    return BlockLayout(lengths, document, position, block_size)
 
 
 def seen(lengths: tuple[int, ...], blocks: list[tuple[int, int]], block_size: int, visibility: Visibility) -> Tensor:
@@ -113,13 +108,7 @@ def test_chunked_sdpa_and_per_anchor_agree_in_outputs_and_all_gradients(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "CHUNK_TOKENS", chunk_tokens)
         ours = attend(q, (kc, vc), (kb, vb), layout=layout, visibility=visibility)
-        upstream = torch.randn(ours.shape)
-        gradients = torch.autograd.grad(ours, inputs, upstream)
-    for oracle in (attend_by_sdpa, attend_per_anchor):
-        expected = oracle(inputs, layout, visibility)
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-        for a, b in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5 * max(1.0, float(b.abs().max())), rtol=1e-5)
+        assert_equals_oracles(ours, inputs, layout, visibility)
 
 
 def test_gradients_are_exact_in_float64() -> None:

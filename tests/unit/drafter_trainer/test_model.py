@@ -13,20 +13,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter_trainer.anchors import draw_anchors
-from drafter_trainer.attention import BlockLayout
 from drafter_trainer.head import TargetHead
 from drafter_trainer.loss import build_block_targets, drafter_loss
 from drafter_trainer.model import ContextCache, Drafter, DrafterConfig
 from drafter_trainer.types import TrainBatch, Version
+from tests.support.attention_oracles import layout_of
 from tests.support.dense_reference import dense_hidden
 from tests.support.drafters import layouts, random_batch, random_drafter, random_head, random_micro, tiny_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-def layout_of(lengths: tuple[int, ...], blocks: list[tuple[int, int]], block_size: int) -> BlockLayout:
-    document, position = (torch.tensor(part, dtype=torch.int64) for part in zip(*blocks, strict=True))
-    return BlockLayout(lengths, document, position, block_size)
 
 
 def random_inputs(config: DrafterConfig, tokens: int, blocks: int) -> tuple[Tensor, Tensor]:
