@@ -100,10 +100,7 @@ def open_dataset(
     Raises:
         UserError: Anything wrong with what was given, a source without a usable row included.
     """
-    if source is None:
-        raise UserError("data.path", None, "needed; give JSON Lines of conversations or a prepared directory")
-    if not source.exists():
-        raise UserError("data.path", source, "no such file; give JSON Lines of conversations or a prepared directory")
+    source = _existing(source)
     if source.is_dir():
         return _open_prepared(source, tokenizer)
     recipe = _recipe(source, tokenizer, settings)
@@ -126,6 +123,15 @@ def open_dataset(
             on_progress=on_progress,
         )
     return TokenDataset(directory)
+
+
+def _existing(source: Path | None) -> Path:
+    """Refuses a source that is not given or not there."""
+    if source is None:
+        raise UserError("data.path", None, "needed; give JSON Lines of conversations or a prepared directory")
+    if not source.exists():
+        raise UserError("data.path", source, "no such file; give JSON Lines of conversations or a prepared directory")
+    return source
 
 
 def check_longest_sample(dataset: TokenDataset, *, max_tokens: int) -> None:

@@ -76,29 +76,14 @@ def replay_dump(dump: Dump, *, weights: dict[str, Tensor] | None = None, device:
     drafter = Drafter(dump.config)
     drafter.load_state_dict(own_weights(dump) if weights is None else weights)
     drafter.to(device)
-    batch = dump.batch
-    targets = build_block_targets(
-        batch.micro, dump.anchors, block_size=dump.config.block_size, gamma=dump.facts["gamma"]
-    )
-    autocast = torch.autocast(device.type, dtype=dump.compute_dtype, enabled=dump.compute_dtype != torch.float32)
-    with first_bad(drafter) as found, autocast:
-        output = drafter_loss(
-            drafter,
-            head,
-            batch,
-            dump.anchors,
-            targets,
-            dpace_alpha=dump.facts["dpace_alpha"],
-            sampler=dump.sampler,
-            distillation=dump.distillation,
-            chunk_rows=dump.facts["chunk_rows"],
-        )
+    with first_bad(drafter) as found:
+        loss_sum = _loss_sum(dump, drafter, head, device)
     scale = max(dump.facts["weight_sum"], torch.finfo(torch.float32).tiny)
-    (output.loss_sum / scale).backward()
+    (loss_sum / scale).backward()
     gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     bad_gradients = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
-    loss = float(output.loss_sum.detach())
-    bad_features = int((~batch.features_TC.isfinite()).sum())
+    loss = float(loss_sum.detach())
+    bad_features = int((~dump.batch.features_TC.isfinite()).sum())
     kind = dump.facts["culprit"]["kind"]
     still_bad = bool({"features": bad_features, "loss": not math.isfinite(loss), "gradient": bad_gradients}[kind])
     return Replay(
@@ -107,11 +92,30 @@ def replay_dump(dump: Dump, *, weights: dict[str, Tensor] | None = None, device:
         exact=same_number(loss, dump.loss_sum),
         reproduced=still_bad and same_number(loss, dump.loss_sum, tolerance=ROUNDING),
         bad_features=bad_features,
-        first_bad_feature=describe_first(batch, dump) if bad_features else "",
+        first_bad_feature=describe_first(dump.batch, dump) if bad_features else "",
         first_bad_module=found[0] if found else "",
         grad_norm=float(nn.utils.get_total_norm(list(gradients.values()))),
         bad_gradients=bad_gradients,
     )
+
+
+def _loss_sum(dump: Dump, drafter: Drafter, head: TargetHead, device: torch.device) -> Tensor:
+    """The forward pass as the run made it."""
+    targets = build_block_targets(
+        dump.batch.micro, dump.anchors, block_size=dump.config.block_size, gamma=dump.facts["gamma"]
+    )
+    with torch.autocast(device.type, dtype=dump.compute_dtype, enabled=dump.compute_dtype != torch.float32):
+        return drafter_loss(
+            drafter,
+            head,
+            dump.batch,
+            dump.anchors,
+            targets,
+            dpace_alpha=dump.facts["dpace_alpha"],
+            sampler=dump.sampler,
+            distillation=dump.distillation,
+            chunk_rows=dump.facts["chunk_rows"],
+        ).loss_sum
 
 
 def load_dumped_head(dump: Dump, device: torch.device) -> TargetHead:
