@@ -61,8 +61,6 @@ class _Demo:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": self.threads,
-            # Threads that wait must sleep: spinning ones would take the core that the other program needs.
-            "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONUNBUFFERED": "1",
         }
 

@@ -70,7 +70,8 @@ class Recipe:
     evaluation_gflop: float
     """Work of both evaluations, in giga floating-point operations as `machine` measures them."""
     reserved_s: float
-    """What starting the programs, loading models three times and exporting take, in seconds."""
+    """What starting the programs, loading models three times, exporting, and the part of decoding that is no product
+    take, in seconds."""
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
